@@ -1,0 +1,44 @@
+# Everything runs in .venv, which is made on first use: python3 (with venv) and make are all a new machine needs.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+# Newer than pyproject.toml and constraints.txt: what they ask for is installed.
+STAMP := $(VENV)/.installed
+# Torch uses one thread in each worker, so workers and cores match.
+WORKERS ?= 2
+
+.DEFAULT_GOAL := help
+.PHONY: help test lint types pytest bench format clean
+
+help: ## show this list
+	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 10
+
+test: lint types pytest ## everything that must pass: ruff, mypy, pytest
+
+lint: $(STAMP) ## ruff, rules and formatting
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(STAMP) ## mypy --strict on src/relprop
+	$(BIN)/mypy
+
+pytest: $(STAMP) ## the tests alone; ARGS="-k ledger" to choose
+	$(BIN)/python -m pytest -q -n $(WORKERS) $(ARGS)
+
+bench: $(STAMP) ## cost in forward passes, beside other libraries, and memory; ARGS=--quick for a smoke run
+	$(BIN)/python benchmarks/bench.py $(ARGS)
+
+format: $(STAMP) ## rewrite the code as `lint` wants it
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean: ## remove what can be made again, .venv included
+	rm -rf $(VENV) build dist out runs .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(BIN)/python:
+	$(PYTHON) -m venv $(VENV)
+
+$(STAMP): pyproject.toml constraints.txt | $(BIN)/python
+	$(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	touch $@

@@ -1,0 +1,238 @@
+"""Linear maps: what a convolution, a matrix, a pool or a batch norm looks like to a rule.
+
+A rule never asks which layer it stands at. It sees contributions ``z_ji = w_ji a_i`` of inputs ``i`` to outputs ``j``,
+and three things it can do with them: :meth:`LinearMap.apply` sums them over ``i``, :meth:`LinearMap.transpose` over
+``j``, and :meth:`LinearMap.spread` hands something evenly to the inputs that an output really has (padding is not one).
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from functools import cached_property
+from math import prod
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+Transform = Callable[[Tensor], Tensor]
+"""An elementwise change of weights, such as their positive part."""
+
+
+class LinearMap(ABC):
+    """A map ``y_j = sum_i w_ji a_i + b_j`` with weights that rules may change.
+
+    Attributes:
+        weight: Parameters from which every ``w_ji`` comes, elementwise.
+        bias: Bias in a shape that broadcasts to one sample's output, or None.
+    """
+
+    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
+        self.weight = weight
+        self.bias = bias
+        self._changed: dict[Transform, Tensor] = {}
+
+    def __call__(self, a: Tensor) -> Tensor:
+        """Applies the map as the model does, bias included."""
+        y = self.apply(a, self.weight)
+        return y if self.bias is None else y.add_(self.bias)
+
+    def weights(self, transform: Transform) -> Tensor:
+        """Returns the transformed weights, computed once in the life of this map."""
+        if transform not in self._changed:
+            self._changed[transform] = self._packed(transform(self.weight))
+        return self._changed[transform]
+
+    def _packed(self, weight: Tensor) -> Tensor:
+        """Lays weights out as :meth:`apply` likes them best."""
+        return weight
+
+    @abstractmethod
+    def apply(self, a: Tensor, weight: Tensor) -> Tensor:
+        """Sums the contributions of a batch of inputs: ``sum_i w_ji a_i``, without bias."""
+
+    @abstractmethod
+    def transpose(self, s: Tensor, weight: Tensor, shape: Sequence[int]) -> Tensor:
+        """Sums over the outputs instead: ``sum_j w_ji s_j``, for inputs of ``shape`` (one sample's)."""
+
+    def spread(self, s: Tensor, shape: Sequence[int]) -> Tensor:
+        """Gives each output's ``s_j`` to every input it really has, ``sum_j s_j`` over the ``j`` that see ``i``."""
+        return self.transpose(s, torch.ones_like(self.weight), shape)
+
+    def fan(self, shape: Sequence[int]) -> Tensor:
+        """Counts the real inputs of every output unit, for inputs of ``shape``; a batch of one."""
+        ones = self.weight.new_ones((1, *shape))
+        return self.apply(ones, torch.ones_like(self.weight))
+
+
+class Dense(LinearMap):
+    """A matrix on the last axis: ``nn.Linear``."""
+
+    def scaled(self, scale: Tensor, shift: Tensor) -> Dense:
+        """The map followed by one factor and one shift an output: a batch norm folded in."""
+        bias = shift if self.bias is None else self.bias * scale + shift
+        return Dense(self.weight * scale.unsqueeze(1), bias)
+
+    def apply(self, a: Tensor, weight: Tensor) -> Tensor:
+        return F.linear(a, weight)
+
+    def transpose(self, s: Tensor, weight: Tensor, shape: Sequence[int]) -> Tensor:  # noqa: ARG002 - told by weight
+        return s @ weight
+
+
+class Convolution(LinearMap):
+    """A convolution over one to three axes, with groups, strides, dilation and zero padding.
+
+    Args:
+        weight: Kernel, ``(out, in / groups, *kernel)``.
+        bias: One value an output channel, or None.
+        stride: Step on each axis.
+        padding: ``(before, after)`` on each axis; ``padding="same"`` may differ on the two sides.
+        dilation: Spacing on each axis.
+        groups: Number of groups.
+    """
+
+    def __init__(
+        self,
+        weight: Tensor,
+        bias: Tensor | None,
+        stride: Sequence[int],
+        padding: Sequence[tuple[int, int]],
+        dilation: Sequence[int],
+        groups: int,
+    ) -> None:
+        super().__init__(weight, None if bias is None else bias.reshape(-1, *[1] * (weight.ndim - 2)))
+        self.stride, self.dilation, self.groups = list(stride), list(dilation), groups
+        self.padding = list(padding)
+        self._flat_bias = bias
+        self._forward: Tensor | None = None
+        self._padding = [before for before, after in padding]
+        # Convolutions pad both sides alike; what is over on the far side is padded, and cropped on the way back, by
+        # hand.
+        self._extra = [after - before for before, after in padding]
+        if any(extra < 0 for extra in self._extra):
+            msg = "the far side of a convolution is never padded less than the near side"
+            raise ValueError(msg)
+
+    def __call__(self, a: Tensor) -> Tensor:
+        if self._forward is None:
+            self._forward = self._packed(self.weight)
+        return self._convolve(a, self._forward, self._flat_bias, self.groups)
+
+    def _packed(self, weight: Tensor) -> Tensor:
+        return weight.contiguous(memory_format=torch.channels_last) if weight.ndim == 4 else weight
+
+    def scaled(self, scale: Tensor, shift: Tensor) -> Convolution:
+        """The map followed by one factor and one shift an output channel: a batch norm folded in."""
+        weight = self.weight * scale.reshape(-1, *[1] * (self.weight.ndim - 1))
+        bias = shift if self._flat_bias is None else self._flat_bias * scale + shift
+        return Convolution(weight, bias, self.stride, self.padding, self.dilation, self.groups)
+
+    def apply(self, a: Tensor, weight: Tensor) -> Tensor:
+        return self._convolve(a, weight, None, self.groups)
+
+    def transpose(self, s: Tensor, weight: Tensor, shape: Sequence[int]) -> Tensor:
+        return self._transpose(s, weight, shape, self.groups)
+
+    def spread(self, s: Tensor, shape: Sequence[int]) -> Tensor:
+        # All inputs of a group get the same, so one channel a group is computed and repeated.
+        per_group = s.unflatten(1, (self.groups, -1)).sum(2)
+        even = self._transpose(per_group, self._window, (self.groups, *shape[1:]), self.groups)
+        return even.repeat_interleave(shape[0] // self.groups, 1)
+
+    def fan(self, shape: Sequence[int]) -> Tensor:
+        ones = self.weight.new_ones((1, self.groups, *shape[1:]))
+        seen = self._convolve(ones, self._window, None, self.groups) * (shape[0] // self.groups)
+        return seen.repeat_interleave(self.weight.shape[0] // self.groups, 1)
+
+    @cached_property
+    def _window(self) -> Tensor:
+        return self.weight.new_ones((self.groups, 1, *self.weight.shape[2:]))
+
+    def _convolve(self, a: Tensor, weight: Tensor, bias: Tensor | None, groups: int) -> Tensor:
+        if any(self._extra):
+            a = F.pad(a, [n for extra in reversed(self._extra) for n in (0, extra)])
+        none = [0] * len(self.stride)
+        y: Tensor = torch.ops.aten.convolution(
+            a, weight, bias, self.stride, self._padding, self.dilation, False, none, groups
+        )
+        return y
+
+    def _transpose(self, s: Tensor, weight: Tensor, shape: Sequence[int], groups: int) -> Tensor:
+        padded = [n + extra for n, extra in zip(shape[1:], self._extra, strict=True)]
+        none = [0] * len(self.stride)
+        # The kernel asks for the input only to learn its shape: this one is never written nor read.
+        layout = torch.channels_last if len(none) == 2 else torch.contiguous_format
+        like = torch.empty((s.shape[0], shape[0], *padded), dtype=s.dtype, device=s.device, memory_format=layout)
+        r: Tensor = torch.ops.aten.convolution_backward(
+            s, like, weight, None, self.stride, self._padding, self.dilation, False, none, groups, [True, False, False]
+        )[0]
+        for axis, n in enumerate(shape[1:], start=2):
+            r = r.narrow(axis, 0, n) if r.shape[axis] != n else r
+        return r
+
+
+class Window(LinearMap):
+    """Weighted sums over windows of the trailing axes, the same in every channel: every kind of average pool.
+
+    A window is a product of intervals, so the map is a product of one 0/1 matrix an axis, and its transpose that of
+    their transposes. The one parameter is what each output multiplies its window's sum with.
+
+    Args:
+        members: One ``(outputs, inputs)`` matrix of zeros and ones for each of the trailing axes.
+        scale: Factor of each output, of the outputs' spatial shape.
+    """
+
+    def __init__(self, members: Sequence[Tensor], scale: Tensor) -> None:
+        super().__init__(scale)
+        self._members = list(members)
+
+    def apply(self, a: Tensor, weight: Tensor) -> Tensor:
+        return self._contract(a, self._members) * weight
+
+    def transpose(self, s: Tensor, weight: Tensor, shape: Sequence[int]) -> Tensor:  # noqa: ARG002 - told by members
+        return self._contract(s * weight, [m.T for m in self._members])
+
+    def _contract(self, x: Tensor, matrices: Sequence[Tensor]) -> Tensor:
+        # Channels last: each axis is then one batched matrix product over whole rows of channels.
+        lead = x.shape[: x.ndim - len(matrices)]
+        x = x.reshape(lead[0], prod(lead[1:]), *x.shape[len(lead) :]).movedim(1, -1)
+        for axis, matrix in enumerate(matrices, start=1):
+            before, after = x.shape[:axis], x.shape[axis + 1 :]
+            x = (matrix @ x.reshape(prod(before), x.shape[axis], prod(after))).reshape(*before, -1, *after)
+        x = x.movedim(-1, 1)
+        return x if len(lead) == 2 else x.reshape(*lead, *x.shape[2:])
+
+
+class Mean(LinearMap):
+    """The mean over some axes of a sample: ``x.mean((2, 3))``, or their sum with ``scale=1``.
+
+    Args:
+        axes: Axes of the batch (never 0), counted from the front.
+        keep: Whether they stay, with one element.
+        scale: Factor of the sum, a tensor of no axes.
+    """
+
+    def __init__(self, axes: Sequence[int], keep: bool, scale: Tensor) -> None:
+        super().__init__(scale)
+        self._axes, self._keep = sorted(axes), keep
+
+    def apply(self, a: Tensor, weight: Tensor) -> Tensor:
+        return a.sum(self._axes, keepdim=self._keep) * weight
+
+    def transpose(self, s: Tensor, weight: Tensor, shape: Sequence[int]) -> Tensor:
+        if not self._keep:
+            for axis in self._axes:
+                s = s.unsqueeze(axis)
+        return (s * weight).expand(s.shape[0], *shape)
+
+
+class Diagonal(LinearMap):
+    """One factor a channel, and a bias: a batch norm that could not be folded into what stands before it."""
+
+    def apply(self, a: Tensor, weight: Tensor) -> Tensor:
+        return a * weight
+
+    def transpose(self, s: Tensor, weight: Tensor, shape: Sequence[int]) -> Tensor:  # noqa: ARG002 - the output's
+        return s * weight

@@ -1,0 +1,331 @@
+"""Plans: which rule or split every node gets.
+
+A preset is a few lines of a table; a plan is what the table says about one graph, with the user's overrides, a line a
+node. It can be read before anything runs, and it refuses what cannot be done while nothing has been computed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from difflib import get_close_matches
+from fnmatch import fnmatchcase
+from typing import Any
+
+from torch import nn
+
+from relprop import merges, rules
+from relprop.errors import RelpropError
+from relprop.merges import RATIO, SIGNED, Shares, Split
+from relprop.operators import AveragePool, BatchNorm, Linear, Mapped, MaxPool, Operator, Reduction, Sum, Unknown
+from relprop.rules import Rule, epsilon, flat, gamma, wplus, zbox, zplus
+from relprop.trace import Graph, Node
+
+
+@dataclass(frozen=True)
+class Pooling:
+    """What stands for a max pool on the way back.
+
+    Attributes:
+        name: ``winner`` (takes all, evenly among tied maxima), ``average`` (over the real window), ``average-2x2``
+            (the released code's).
+        rule: The rule for the averages.
+        halves: Whether windows of two by two stand for the real ones.
+    """
+
+    name: str
+    rule: Rule | None = None
+    halves: bool = False
+
+    def __str__(self) -> str:
+        """Its name and the rule for the average."""
+        return self.name if self.rule is None else f"{self.name}, {self.rule}"
+
+    def check(self, name: str, op: MaxPool, before: Sequence[int], after: Sequence[int]) -> None:
+        """Refuses windows that do not give as many outputs as the pool.
+
+        Raises:
+            RelpropError: If the shapes do not fit.
+        """
+        halved = [n // 2 for n in before[-op.pool.axes :]]
+        if self.halves and halved != list(after[-op.pool.axes :]):
+            msg = (
+                f"average-2x2 cannot stand for {name}: windows of two make {halved} of {tuple(before)}, the pool makes "
+                f"{tuple(after)}; use preset='paper', or overrides={{{name!r}: 'average'}}."
+            )
+            raise RelpropError(msg)
+
+
+WINNER = Pooling("winner")
+PASS = "pass"
+FOLD = "fold"
+POOLINGS = {p.name: p for p in (WINNER, Pooling("average", zplus()), Pooling("average-2x2", zplus(1e-5), halves=True))}
+
+Treatment = Rule | Split | Pooling | str | None
+"""What a node gets: a rule, a split, a stand-in for a max pool, ``"pass"``, ``"fold"``; None if there is no choice."""
+
+Override = Rule | Split | Pooling | Shares | str
+"""What a user may ask for, by object, by name, or as a function that splits."""
+
+
+@dataclass(frozen=True)
+class Preset:
+    """One line of the table of presets.
+
+    Attributes:
+        conv: Rule for convolutions.
+        dense: Rule for matrices.
+        average: Rule for average pools and means.
+        first: Rule for the first linear maps from the input.
+        pool: Stand-in for max pools.
+        norm: ``"pass"`` or ``"fold"`` for batch norms.
+        split: Split at merges.
+        upper: Rule for linear maps in the upper half of the blocks and the head; None for the same as below.
+        upper_norm: What becomes of batch norms there.
+    """
+
+    conv: Rule
+    dense: Rule
+    average: Rule
+    first: Rule
+    pool: Pooling
+    norm: str
+    split: Split
+    upper: Rule | None = None
+    upper_norm: str = FOLD
+
+
+_MIXED = epsilon(0.25, relative=True)
+_RELEASED = zplus(1e-5)
+_AS_RELEASED = Rule(
+    "epsilon(+1e-05)", epsilon(bias=False).parts, epsilon=1e-5, unsigned=True, conserves=False, keeps_sign=False
+)
+_ZENNIT = epsilon(1e-6)
+_NORM = epsilon(1e-6, bias=False)
+
+PRESETS: dict[str, Preset] = {
+    "paper": Preset(zplus(), zplus(), zplus(), wplus(), POOLINGS["average"], PASS, RATIO),
+    "released": Preset(_RELEASED, _RELEASED, _RELEASED, wplus(1e-5), POOLINGS["average-2x2"], PASS, RATIO),
+    "mixture": Preset(zplus(), zplus(), zplus(), wplus(), POOLINGS["average"], PASS, RATIO, upper=_MIXED),
+    "released-mixture": Preset(
+        _RELEASED,
+        _RELEASED,
+        _RELEASED,
+        wplus(1e-5),
+        POOLINGS["average-2x2"],
+        PASS,
+        RATIO,
+        upper=_AS_RELEASED,
+        upper_norm=PASS,
+    ),
+    "epsilon": Preset(_ZENNIT, _ZENNIT, _ZENNIT, _ZENNIT, WINNER, FOLD, SIGNED),
+    "epsilon-plus-flat": Preset(zplus(1e-6, bias=True), _ZENNIT, _NORM, flat(1e-6), WINNER, FOLD, RATIO),
+    "epsilon-gamma-box": Preset(gamma(0.25), _ZENNIT, _NORM, zbox(epsilon=1e-6), WINNER, FOLD, RATIO),
+}
+"""The paper's, the released code's, the appendix' mixture twice, conventional LRP, and zennit's composites."""
+
+
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """A graph and what each of its nodes gets.
+
+    Attributes:
+        graph: The nodes.
+        treatments: One for each of them.
+        settings: What the plan was made from, by name.
+        identity_skips: Whether identity skips get relevance.
+        shapes: Shape of each node's value, once an input has been seen.
+    """
+
+    graph: Graph
+    treatments: tuple[Treatment, ...]
+    settings: Mapping[str, Any]
+    identity_skips: bool = True
+    shapes: tuple[tuple[int, ...], ...] = field(default=(), compare=False)
+
+    @property
+    def keeps_sign(self) -> bool:
+        """Whether relevance that starts without negative values has none anywhere."""
+        rules_ = [t.rule if isinstance(t, Pooling) else t for t in self.treatments]
+        return all(t.keeps_sign for t in rules_ if isinstance(t, Rule | Split))
+
+    def closed(self, node: Node) -> frozenset[int]:
+        """The branches of a merge that get nothing."""
+        return frozenset() if self.identity_skips else node.identities - {node.main}
+
+    def rows(self) -> list[dict[str, Any]]:
+        """The table as JSON types, from input to output."""
+        return [
+            {
+                "node": node.name,
+                "operator": node.operator.label,
+                "block": node.block,
+                "merge": node.merge,
+                "shape": list(self.shapes[i]) if self.shapes else None,
+                "treatment": self._describe(node, treatment),
+                "source": node.source,
+            }
+            for i, (node, treatment) in enumerate(zip(self.graph, self.treatments, strict=True))
+        ]
+
+    def _describe(self, node: Node, treatment: Treatment) -> str:
+        if treatment == FOLD and node.folds is not None:
+            return f"folded into {self.graph.nodes[node.folds].name}"
+        if isinstance(treatment, Split) and node.identities and not self.identity_skips:
+            return f"{treatment}, identity skips out"
+        return "" if treatment is None else str(treatment)
+
+    def __str__(self) -> str:
+        """A line a node."""
+        rows = [["node", "operator", "block", "shape", "treatment"]]
+        for row in self.rows():
+            shape = "x".join(map(str, row["shape"][1:])) if row["shape"] else ""
+            block = f"{row['block'] or ''}" + (" merge" if row["merge"] else "")
+            rows.append([row["node"], row["operator"], block, shape, row["treatment"]])
+        kept = [c for c in range(5) if any(row[c] for row in rows[1:])]
+        widths = [max(len(row[c]) for row in rows) for c in range(5)]
+        return "\n".join("  ".join(row[c].ljust(widths[c]) for c in kept).rstrip() for row in rows)
+
+
+def make(
+    graph: Graph,
+    preset: str = "paper",
+    split: str | Split | Shares | None = None,
+    identity_skips: bool = True,
+    overrides: Mapping[Any, Override] | None = None,
+) -> Plan:
+    """Decides what every node gets.
+
+    Args:
+        graph: The model's graph.
+        preset: Name of a preset.
+        split: Split at merges, instead of the preset's.
+        identity_skips: Whether identity skips get relevance.
+        overrides: From a name pattern (``"layer4.*"``), a module type or a block number to a rule, a split, a stand-
+            in for a max pool,
+            ``"fold"`` or ``"pass"``; later ones win.
+
+    Raises:
+        RelpropError: If there is no such preset, an override fits nothing, or an operator has no rule.
+    """
+    if preset not in PRESETS:
+        msg = f"There is no preset {preset!r}; there are {', '.join(PRESETS)}."
+        raise RelpropError(msg)
+    chosen = merges.split(split) if split is not None else PRESETS[preset].split
+    treatments = [_treat(node, PRESETS[preset], chosen, _upper(graph, node)) for node in graph]
+    for key, value in (overrides or {}).items():
+        _override(graph, treatments, key, _named(value))
+    for node, treatment in zip(graph, treatments, strict=True):
+        if isinstance(node.operator, Unknown) and treatment != PASS:
+            msg = (
+                f"{node.name} ({node.operator.label}, {node.source}) has no rule; register one with "
+                "relprop.operators.register, or let relevance pass it unchanged with "
+                f"overrides={{{node.name!r}: 'pass'}}."
+            )
+            raise RelpropError(msg)
+    settings = {"preset": preset, "split": str(chosen), "identity_skips": identity_skips}
+    if overrides:
+        settings["overrides"] = {getattr(k, "__name__", str(k)): str(_named(v)) for k, v in overrides.items()}
+    return Plan(graph, tuple(treatments), settings, identity_skips)
+
+
+def _upper(graph: Graph, node: Node) -> bool:
+    """Whether a node lies in the upper half: by blocks, or, in a net without any, by convolutions and matrices."""
+    if graph.merges:
+        return 2 * node.after >= graph.merges
+    maps = [n for n in graph if isinstance(n.operator, Mapped) and n.operator.weighted]
+    return node in maps[len(maps) // 2 :] or (bool(maps) and graph.nodes.index(node) > graph.nodes.index(maps[-1]))
+
+
+def _treat(node: Node, preset: Preset, split: Split, upper: bool) -> Treatment:
+    op = node.operator
+    rule = preset.upper if upper else None
+    if node.first:
+        return preset.first
+    if isinstance(op, Linear):
+        return rule or (preset.conv if op.label.startswith("conv") else preset.dense)
+    if isinstance(op, AveragePool | Reduction):
+        return rule or preset.average
+    if isinstance(op, BatchNorm):
+        norm = preset.upper_norm if rule else preset.norm
+        return _unfolded(node, rule or _ZENNIT) if norm == FOLD else PASS
+    if isinstance(op, MaxPool):
+        return preset.pool
+    return split if isinstance(op, Sum) and op.parts > 1 else None
+
+
+def _unfolded(node: Node, rule: Rule) -> Treatment:
+    """Folded where there is something to fold into, a linear map of its own where there is not."""
+    return rule if node.folds is None else FOLD
+
+
+def _named(value: Override) -> Treatment:
+    """Finds what a user's word stands for."""
+    if isinstance(value, Rule | Split | Pooling) or value in (PASS, FOLD):
+        return value
+    if isinstance(value, str):
+        if value in rules.NAMES:
+            return rules.NAMES[value]()
+        if value in POOLINGS:
+            return POOLINGS[value]
+        if value not in merges.NAMES:
+            known = [*rules.NAMES, *merges.NAMES, *POOLINGS, PASS, FOLD]
+            msg = f"There is no rule, split or pool treatment {value!r}; there are {', '.join(known)}."
+            raise RelpropError(msg)
+    return merges.split(value)
+
+
+def _fits(treatment: Treatment, op: Operator) -> bool:
+    """Whether an operator can be treated so."""
+    if isinstance(treatment, Rule):
+        return isinstance(op, Mapped)
+    if isinstance(treatment, Split):
+        return isinstance(op, Sum) and op.parts > 1
+    if isinstance(treatment, Pooling):
+        return isinstance(op, MaxPool)
+    return isinstance(op, BatchNorm) if treatment == FOLD else isinstance(op, BatchNorm | Unknown)
+
+
+def _override(graph: Graph, treatments: list[Treatment], key: Any, treatment: Treatment) -> None:
+    """Puts a treatment at every node that a key means and that it fits; a key that means none is a mistake."""
+    meant = [i for i, node in enumerate(graph) if _matches(node, key)]
+    # A batch norm takes a rule of its own only by its own name or type: a rule for a whole block is for its maps.
+    direct = isinstance(key, type) and issubclass(key, nn.modules.batchnorm._BatchNorm)
+    fitting = [
+        i
+        for i in meant
+        if _fits(treatment, graph.nodes[i].operator)
+        and (
+            not isinstance(treatment, Rule)
+            or not isinstance(graph.nodes[i].operator, BatchNorm)
+            or direct
+            or graph.nodes[i].name == key
+        )
+    ]
+    if not fitting:
+        name = key.__name__ if isinstance(key, type) else repr(key)
+        near = get_close_matches(str(key), [node.name for node in graph], 3)
+        hint = f"; the nearest names are {', '.join(near)}" if near and not meant else ""
+        what = f"cannot be treated with {treatment}" if meant else "is not in the model"
+        msg = f"The override for {name} fits nothing: it {what}{hint}."
+        raise RelpropError(msg)
+    for i in fitting:
+        fold = treatment == FOLD
+        treatments[i] = _unfolded(graph.nodes[i], _ZENNIT) if fold else treatment
+
+
+def _matches(node: Node, key: Any) -> bool:
+    """Whether a key means a node: a block's number, a module's type, or a pattern of names."""
+    if isinstance(key, bool) or not isinstance(key, int | str | type):
+        msg = f"An override's key is a name pattern, a module type or a block number, not {key!r}."
+        raise RelpropError(msg)
+    if isinstance(key, int):
+        return node.block == key
+    if isinstance(key, type):
+        return isinstance(node.module, key)
+    return any(fnmatchcase(name, key) for name in (node.name, *(name for name, _ in node.calls)))
+
+
+def names(graph: Graph) -> Sequence[str]:
+    """All names that may be asked for: nodes and modules."""
+    return list(dict.fromkeys([node.name for node in graph] + [name for name, _ in graph.calls]))

@@ -1,0 +1,161 @@
+"""Pools: which inputs a pool's windows hold, and how a max pool hands relevance back.
+
+A pool's window is a product of intervals, one an axis, so everything about it is said by one table an axis: row ``o``
+lists the inputs that output ``o`` sees. Strides, padding, dilation, ``ceil_mode`` and adaptive sizes differ in these
+tables and nowhere else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import product
+
+import torch
+from torch import Tensor
+
+from relprop.maps import Window
+
+Table = list[list[int]]
+"""For every output along one axis, the inputs of its window that are not padding."""
+
+
+@dataclass(frozen=True)
+class Sliding:
+    """Windows of one size that slide: ``MaxPool``, ``AvgPool``."""
+
+    kernel: tuple[int, ...]
+    stride: tuple[int, ...]
+    padding: tuple[int, ...]
+    dilation: tuple[int, ...]
+    ceil: bool = False
+
+    def tables(self, sizes: Sequence[int]) -> list[Table]:
+        """Lists the members of every window, axis by axis, for an input of these sizes."""
+        return [
+            self._axis(*args) for args in zip(sizes, self.kernel, self.stride, self.padding, self.dilation, strict=True)
+        ]
+
+    def _axis(self, size: int, kernel: int, stride: int, padding: int, dilation: int) -> Table:
+        span = size + 2 * padding - dilation * (kernel - 1) - 1
+        outputs = (-(-span // stride) if self.ceil else span // stride) + 1
+        # As torch has it: a last window that would begin in the far padding is left out.
+        if self.ceil and (outputs - 1) * stride >= size + padding:
+            outputs -= 1
+        begins = [o * stride - padding for o in range(outputs)]
+        return [[i for i in range(b, b + dilation * kernel, dilation) if 0 <= i < size] for b in begins]
+
+
+@dataclass(frozen=True)
+class Adaptive:
+    """Windows that fill a given number of outputs: ``AdaptiveAvgPool``; None keeps the input's size."""
+
+    outputs: tuple[int | None, ...]
+
+    def tables(self, sizes: Sequence[int]) -> list[Table]:
+        """Lists the members of every window, axis by axis, for an input of these sizes."""
+        return [
+            [list(range(o * n // m, -(-(o + 1) * n // m))) for o in range(m)]
+            for n, m in zip(sizes, (m or n for n, m in zip(sizes, self.outputs, strict=True)), strict=True)
+        ]
+
+
+Windows = Sliding | Adaptive
+
+
+def members(tables: Sequence[Table], sizes: Sequence[int], like: Tensor) -> list[Tensor]:
+    """Writes each table as a matrix of zeros and ones, ``(outputs, inputs)``."""
+    matrices = []
+    for table, size in zip(tables, sizes, strict=True):
+        matrix = like.new_zeros(len(table), size)
+        for output, inputs in enumerate(table):
+            matrix[output, inputs] = 1
+        matrices.append(matrix)
+    return matrices
+
+
+@dataclass(eq=False)
+class Pool:
+    """A pool: what it computes, and its windows.
+
+    Args:
+        windows: Where the windows lie.
+        forward: The pool itself.
+        kind: ``"max"`` or ``"average"``.
+    """
+
+    windows: Windows
+    forward: Callable[[Tensor], Tensor]
+    kind: str
+    _maps: dict[tuple[object, ...], Window] = field(default_factory=dict, repr=False)
+
+    @property
+    def axes(self) -> int:
+        """The number of axes that are pooled."""
+        return len(self.windows.outputs if isinstance(self.windows, Adaptive) else self.windows.kernel)
+
+    def average(self, a: Tensor) -> Window:
+        """The pool as a linear map: an average with its own weights, the plain mean where it takes the maximum."""
+        sizes = tuple(a.shape[a.ndim - self.axes :])
+        key = (sizes, a.dtype, a.device)
+        if key not in self._maps:
+            matrices = members(self.windows.tables(sizes), sizes, a)
+            count = Window(matrices, a.new_ones(())).fan((1, *sizes))[0, 0].clamp(min=1)
+            # What torch divides by depends on three options; its answer for ones says it all.
+            whole = 1.0 if self.kind == "max" else self.forward(a.new_ones(1, 1, *sizes))[0, 0]
+            scale = whole / count
+            self._maps[key] = Window(matrices, scale)
+        return self._maps[key]
+
+    def winners(self, a: Tensor, y: Tensor, r: Tensor) -> Tensor:
+        """Hands each window's relevance to its largest input, evenly among those that tie.
+
+        Args:
+            a: Input of the pool, ``(B, C, *sizes)``.
+            y: Its output.
+            r: Relevance of the output, ``(T, B, C, *outputs)``.
+
+        Returns:
+            Relevance of the input, ``(T, B, C, *sizes)``.
+        """
+        sizes = tuple(a.shape[a.ndim - self.axes :])
+        tables = self.windows.tables(sizes)
+        # One pass a position in the window; short windows (at borders) point at input 0, with a mask of False.
+        depths = [range(max(len(row) for row in table)) for table in tables]
+        picks = []
+        for position in product(*depths):
+            index = [torch.tensor([row[d] if d < len(row) else 0 for row in t], device=a.device)
+                     for t, d in zip(tables, position, strict=True)]  # fmt: skip
+            real = [
+                torch.tensor([d < len(row) for row in t], device=a.device)
+                for t, d in zip(tables, position, strict=True)
+            ]
+            picks.append((index, real))
+        hits = []
+        for index, real in picks:
+            hit = _select(a, index) == y
+            for axis, mask in enumerate(real):
+                hit &= mask.reshape(-1, *[1] * (self.axes - axis - 1))
+            hits.append(hit)
+        share = r / sum(hit.to(r.dtype) for hit in hits)
+        result = r.new_zeros((*r.shape[: r.ndim - self.axes], *sizes))
+        for (index, _), hit in zip(picks, hits, strict=True):
+            _add(result, index, share * hit)
+        return result
+
+
+def _select(a: Tensor, index: Sequence[Tensor]) -> Tensor:
+    for axis, i in enumerate(index, start=a.ndim - len(index)):
+        a = a.index_select(axis, i)
+    return a
+
+
+def _add(target: Tensor, index: Sequence[Tensor], values: Tensor) -> None:
+    """Adds values at a grid of positions of the trailing axes, in place; positions may repeat."""
+    first = target.ndim - len(index)
+    for axis in reversed(range(1, len(index))):
+        wide = values.new_zeros(
+            (*values.shape[: first + axis], target.shape[first + axis], *values.shape[first + axis + 1 :])
+        )
+        values = wide.index_add_(first + axis, index[axis], values)
+    target.index_add_(first, index[0], values)

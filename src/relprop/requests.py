@@ -1,0 +1,200 @@
+"""Requests: what a caller asked for, checked before anything is computed.
+
+Each function either returns the request in the engine's own form or refuses it in one sentence that names the thing
+and the remedy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from difflib import get_close_matches
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from relprop.errors import RelpropError
+from relprop.trace import Call, Graph
+
+PRECISIONS = (torch.float32, torch.float64)
+
+Beginning = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+"""From output and targets to the relevance to start with, ``(T, B, classes)``, and its unit, ``(T, B)``."""
+
+
+def module(model: Any) -> nn.Module:
+    """The module to explain.
+
+    Raises:
+        RelpropError: If it is not a module, is in training mode, or has a precision or devices that cannot be used.
+    """
+    inner = model if isinstance(model, nn.Module) else getattr(model, "module", None)
+    if not isinstance(inner, nn.Module):
+        msg = f"The model is a {type(model).__name__}; pass a torch.nn.Module, or what relprop.load returns."
+        raise RelpropError(msg)
+    training = next((name for name, m in inner.named_modules() if m.training), None)
+    if training is not None:
+        which = f"its module {training!r}" if training else "the model"
+        msg = f"{type(inner).__name__} cannot be explained while {which} is in training mode; call model.eval() first."
+        raise RelpropError(msg)
+    tensors = [t for t in [*inner.parameters(), *inner.buffers()] if t.is_floating_point()]
+    for dtype in {t.dtype for t in tensors}:
+        if dtype not in PRECISIONS:
+            msg = (
+                f"{type(inner).__name__} has {_short(dtype)} weights, in which relevance cannot add up; convert it "
+                "with model.float()."
+            )
+            raise RelpropError(msg)
+    if len({t.device for t in tensors}) > 1:
+        devices = ", ".join(sorted({str(t.device) for t in tensors}))
+        msg = f"{type(inner).__name__} lies on several devices ({devices}); move it to one with model.to(...)."
+        raise RelpropError(msg)
+    return inner
+
+
+def device(model: nn.Module) -> torch.device:
+    """Where a model lies; the CPU for one without tensors."""
+    return next((t.device for t in [*model.parameters(), *model.buffers()]), torch.device("cpu"))
+
+
+def check_input(x: Any, model: nn.Module) -> None:
+    """Refuses what is no batch of finite inputs of the model's kind.
+
+    Raises:
+        RelpropError: With what is wrong and how to mend it.
+    """
+    if not isinstance(x, Tensor):
+        msg = f"The input is a {type(x).__name__}; pass a torch.Tensor with a batch axis in front."
+        raise RelpropError(msg)
+    like = next((t for t in [*model.parameters(), *model.buffers()] if t.is_floating_point()), x)
+    if x.dtype != like.dtype or x.dtype not in PRECISIONS:
+        wanted = like.dtype if like.dtype in PRECISIONS else torch.float32
+        msg = (
+            f"The input is {_short(x.dtype)}, but the model computes in {_short(wanted)}; convert it with "
+            f"x.to(torch.{_short(wanted)})."
+        )
+        raise RelpropError(msg)
+    if x.device != like.device:
+        msg = f"The input lies on {x.device}, but the model on {like.device}; move it with x.to({str(like.device)!r})."
+        raise RelpropError(msg)
+    if x.ndim < 2:
+        msg = (
+            f"The input has shape {tuple(x.shape)}; relprop expects a batch axis in front, such as x.unsqueeze(0) adds."
+        )
+        raise RelpropError(msg)
+    if not x.numel():
+        msg = f"The input is an empty batch, of shape {tuple(x.shape)}; pass at least one sample."
+        raise RelpropError(msg)
+    finite = torch.isfinite(x)
+    if not finite.all():
+        bad = ~finite
+        sample = int(bad.flatten(1).any(1).nonzero()[0])
+        msg = (
+            f"The input has {int(bad.sum())} NaN or infinite values, the first in sample {sample}; clean it, such "
+            "as with x.nan_to_num()."
+        )
+        raise RelpropError(msg)
+
+
+def targets(target: Any, output: Sequence[int]) -> Tensor | None:
+    """The targets as a ``(B,)`` or ``(B, T)`` tensor; None for the predicted ones.
+
+    Raises:
+        RelpropError: If they do not fit the output.
+    """
+    batch, classes = output
+    if target is None:
+        return None
+    try:
+        tensor = torch.as_tensor(target)
+    except (TypeError, ValueError, RuntimeError):
+        tensor = torch.empty(0)
+    if tensor.dtype in (torch.bool, *PRECISIONS, torch.float16, torch.bfloat16, torch.complex64):
+        msg = f"The target {_brief(target)} is no class number; pass an int, a list of ints or an integer tensor."
+        raise RelpropError(msg)
+    tensor = tensor.long()
+    if tensor.ndim == 0:
+        tensor = tensor.expand(batch)
+    if tensor.ndim > 2 or tensor.shape[0] != batch or not tensor.numel():
+        msg = (
+            f"The target has shape {tuple(tensor.shape)} for a batch of {batch}; pass one number for all, "
+            f"({batch},) or ({batch}, T) of them."
+        )
+        raise RelpropError(msg)
+    outside = tensor[(tensor < 0) | (tensor >= classes)]
+    if outside.numel():
+        msg = f"The target {int(outside[0])} is out of range; the model has {classes} classes, 0 to {classes - 1}."
+        raise RelpropError(msg)
+    return tensor
+
+
+def layers(names: Sequence[str], graph: Graph) -> list[Call]:
+    """All calls of the modules of these names.
+
+    Raises:
+        RelpropError: If there is no such module.
+    """
+    calls = graph.calls
+    wanted = []
+    for name in [names] if isinstance(names, str) else names:
+        found = [call for call in calls if call[0] == name]
+        if not found:
+            near = get_close_matches(str(name), sorted({call[0] for call in calls}), 3)
+            hint = f"; the nearest names are {', '.join(near)}" if near else ""
+            msg = f"There is no module {name!r} to keep the relevance of{hint}."
+            raise RelpropError(msg)
+        wanted += found
+    return wanted
+
+
+def start(value: Any, target: Tensor | None, output: Sequence[int]) -> Beginning:
+    """How the sweep begins: with one at each target, scaled afterwards, so that tiny probabilities do not underflow.
+
+    Raises:
+        RelpropError: If the start is unknown, or does not fit the target.
+    """
+    kinds: dict[str, Callable[[Tensor], Tensor]] = {
+        "probability": lambda y: y.double().softmax(1),
+        "logit": lambda y: y.double(),
+        "one": lambda y: torch.ones_like(y).double(),
+    }
+    if isinstance(value, str) and value in kinds:
+        return lambda y, t: _at(t, y, kinds[value](y).gather(1, t if t.ndim == 2 else t[:, None]).T)
+    if not isinstance(value, Tensor):
+        msg = f"The start {_brief(value)} is unknown; pass 'probability', 'logit', 'one' or a tensor."
+        raise RelpropError(msg)
+    if not torch.isfinite(value).all():
+        msg = "The start has NaN or infinite values; clean it."
+        raise RelpropError(msg)
+    shape = tuple(output[:1]) if target is None else tuple(target.shape)
+    if tuple(value.shape) == shape:
+        amounts = value if value.ndim == 2 else value[:, None]
+        return lambda y, t: _at(t, y, amounts.T.double().to(y.device))
+    if tuple(value.shape) == tuple(output) and target is None:
+        return lambda y, _: _everywhere(value.to(y.device).double(), y)
+    fitting = f"{shape}" if target is not None else f"{shape} or, for a start at every class, {tuple(output)}"
+    msg = f"The start has shape {tuple(value.shape)}; it has to be {fitting}."
+    raise RelpropError(msg)
+
+
+def _at(target: Tensor, output: Tensor, amounts: Tensor) -> tuple[Tensor, Tensor]:
+    """One at each target, and the amounts as its unit."""
+    per_target = target.T if target.ndim == 2 else target[None]
+    one = torch.zeros((*per_target.shape, output.shape[1]), dtype=output.dtype, device=output.device)
+    return one.scatter_(2, per_target[..., None], 1.0), amounts
+
+
+def _everywhere(value: Tensor, output: Tensor) -> tuple[Tensor, Tensor]:
+    """The user's own relevance of every class, with its largest value as the unit."""
+    unit = value.abs().amax(1)
+    unit = torch.where(unit > 0, unit, 1.0)
+    return (value / unit[:, None])[None].to(output.dtype), unit[None]
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _brief(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 40 else f"of type {type(value).__name__}"

@@ -1,0 +1,320 @@
+"""The sweep: forward once, keeping what the plan needs, and the way back.
+
+Forward, a batch norm is computed inside the convolution before it, and activations run in place where nobody else
+needs their input. Back, each node's treatment hands its relevance to its inputs and the ledger notes what was handed
+to whom. There is no autograd and nothing is hung on the model: all state lives in one call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from relprop.errors import RelpropError
+from relprop.ledger import TOLERANCE, Ledger, total
+from relprop.maps import Convolution, Dense, LinearMap
+from relprop.merges import Split
+from relprop.operators import BatchNorm, Elementwise, Linear, Mapped, MaxPool, Reshape, Sum
+from relprop.plans import FOLD, PASS, Plan, Pooling, Treatment
+from relprop.rules import Handed, Rule
+from relprop.trace import Call, Node
+
+
+@dataclass
+class Record:
+    """What a forward pass left for the way back.
+
+    Attributes:
+        output: The model's output.
+        shapes: The shape of every node's value.
+        values: The values that are still needed.
+    """
+
+    output: Tensor
+    shapes: list[tuple[int, ...]]
+    values: dict[int, Tensor]
+
+
+@dataclass
+class Sweep:
+    """Runs a plan.
+
+    It has no state of its own, so threads may share it.
+    """
+
+    plan: Plan
+
+    def __post_init__(self) -> None:
+        """Works out what must be kept, and what may be written over."""
+        graph = self.plan.graph
+        self._consumers = graph.consumers()
+        self._norm_of = {
+            node.folds: i
+            for i, node in enumerate(graph)
+            if node.folds is not None and self.plan.treatments[i] in (PASS, FOLD)
+        }
+        self._weighing = frozenset(i for i, node in enumerate(graph) if self._weighs(node, self.plan.treatments[i]))
+        self._kept = frozenset(j for i in range(len(graph)) for j in self._needs(i))
+        self._in_place = frozenset(i for i in range(len(graph)) if self._may_overwrite(i))
+
+    # -- forward --
+
+    def forward(self, x: Tensor, *, keep: bool = True) -> Record:
+        """Computes the output.
+
+        Args:
+            x: The input, with a batch axis; it is never written to.
+            keep: Whether to keep what the way back needs.
+        """
+        graph = self.plan.graph
+        # Convolutions are fastest with channels last, and everything after them follows.
+        values: dict[int, Any] = {0: x.contiguous(memory_format=torch.channels_last) if x.ndim == 4 else x}
+        shapes: list[tuple[int, ...]] = [tuple(x.shape)]
+        waiting = [len(c) for c in self._consumers]
+        for i, node in enumerate(graph.nodes[1:], start=1):
+            inputs = [values[j] for j in node.inputs]
+            values[i] = self._value(i, node, inputs)
+            shapes.append(tuple(values[i].shape) if isinstance(values[i], Tensor) else ())
+            for j in node.inputs:
+                waiting[j] -= 1
+                if not waiting[j] and not (keep and j in self._kept):
+                    del values[j]
+        last = len(graph) - 1
+        output = values[last]
+        return Record(output, shapes, {i: v for i, v in values.items() if i in self._kept} if keep else {})
+
+    def shapes(self, x: Tensor) -> tuple[tuple[int, ...], ...]:
+        """Works out the shape of every node's value without computing any.
+
+        Raises:
+            RelpropError: If a node cannot take what comes in, or the output is not ``(batch, classes)``.
+        """
+        graph, treatments = self.plan.graph, self.plan.treatments
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            values: list[Any] = [torch.empty(x.shape, dtype=x.dtype, device=x.device)]
+            for i, node in enumerate(graph.nodes[1:], start=1):
+                inputs = [values[j] for j in node.inputs]
+                _check_shape(node, inputs[0], x)
+                try:
+                    values.append(node.operator.shape(*inputs))
+                except (RuntimeError, ValueError, TypeError, IndexError) as error:
+                    reason = str(error).strip().split("\n")[0].rstrip(".")
+                    msg = (
+                        f"{node.name} ({node.operator.label}) cannot take a tensor of shape "
+                        f"{tuple(inputs[0].shape)}: {reason}."
+                    )
+                    raise RelpropError(msg) from None
+                treatment = treatments[i]
+                if isinstance(treatment, Pooling) and isinstance(node.operator, MaxPool):
+                    treatment.check(node.name, node.operator, inputs[0].shape, values[i].shape)
+                if treatment == PASS and values[i].shape != inputs[0].shape:
+                    msg = (
+                        f"Relevance cannot pass {node.name} unchanged: it turns {tuple(inputs[0].shape)} into "
+                        f"{tuple(values[i].shape)}."
+                    )
+                    raise RelpropError(msg)
+        shapes = tuple(tuple(v.shape) if isinstance(v, Tensor) else () for v in values)
+        if len(shapes[-1]) != 2 or shapes[-1][0] != x.shape[0]:
+            msg = (
+                f"The model's output has shape {shapes[-1]} for a batch of {x.shape[0]}; relprop explains outputs "
+                "of shape (batch, classes)."
+            )
+            raise RelpropError(msg)
+        return shapes
+
+    def _value(self, i: int, node: Node, inputs: Sequence[Any]) -> Any:
+        op = node.operator
+        if i in self._norm_of:
+            return self._fold(i)(inputs[0])
+        if isinstance(op, BatchNorm) and self._norm_of.get(node.inputs[0]) == i:
+            return inputs[0]
+        if i in self._in_place and isinstance(op, Elementwise) and op.in_place is not None:
+            return op.in_place(inputs[0])
+        return op.forward(*inputs)
+
+    def _fold(self, i: int) -> LinearMap:
+        """The linear map at a node with the batch norm behind it folded in."""
+        linear, norm = self.plan.graph.nodes[i].operator, self.plan.graph.nodes[self._norm_of[i]].operator
+        assert isinstance(linear, Linear) and isinstance(norm, BatchNorm)  # noqa: PT018 - the trace found them
+        return linear.folded(norm)
+
+    def _may_overwrite(self, i: int) -> bool:
+        """Whether a node's input is fresh memory that nobody else will read."""
+        node = self.plan.graph.nodes[i]
+        if not isinstance(node.operator, Elementwise) or node.operator.in_place is None:
+            return False
+        j = node.inputs[0]
+        while True:
+            if len(self._consumers[j]) != 1 or j in self._kept:
+                return False
+            producer = self.plan.graph.nodes[j]
+            if isinstance(producer.operator, BatchNorm) and self._norm_of.get(producer.inputs[0]) == j:
+                j = producer.inputs[0]
+                continue
+            return isinstance(producer.operator, Linear | BatchNorm | Sum)
+
+    def _weighs(self, node: Node, treatment: Treatment) -> bool:
+        """Whether a node is a sum whose split looks at the values of the branches."""
+        if not isinstance(treatment, Split) or not isinstance(node.operator, Sum):
+            return False
+        takers = node.operator.parts - len(self.plan.closed(node))
+        return treatment.weighs and takers > 1
+
+    def _needs(self, i: int) -> tuple[int, ...]:
+        """The nodes whose values a node needs on the way back."""
+        node, treatment = self.plan.graph.nodes[i], self.plan.treatments[i]
+        if i in self._weighing:
+            return node.inputs
+        if isinstance(treatment, Pooling):
+            return (node.inputs[0],) if treatment.rule else (node.inputs[0], i)
+        return (node.inputs[0],) if isinstance(treatment, Rule) and treatment.needs_input() else ()
+
+    # -- back --
+
+    def back(
+        self,
+        record: Record,
+        start: Tensor,
+        scale: Tensor,
+        *,
+        layers: Sequence[Call] = (),
+        several: bool = False,
+        strict: bool = False,
+    ) -> tuple[Tensor, dict[Call, Tensor], Ledger]:
+        """Hands relevance from the output to the input.
+
+        Args:
+            record: What the forward pass left; used up on the way.
+            start: Relevance of the output, ``(T, B, classes)``.
+            scale: What all relevance is to be multiplied with in the end, ``(T, B)``: the ledger's unit.
+            layers: Calls of modules whose inputs' relevance is wanted.
+            several: Whether the user asked for several targets.
+            strict: Whether to stop at a leak that no cause explains.
+
+        Returns:
+            Relevance of the input and of the layers' inputs, ``(T, B, ...)``, not scaled; and the ledger.
+        """
+        graph = self.plan.graph
+        calls = graph.calls
+        ledger = Ledger(tuple(n.name for n in graph), calls, total(start), scale, several, TOLERANCE[start.dtype])
+        signed = not self.plan.keeps_sign or bool((start < 0).any())
+        crossing = {
+            call: frozenset((i, j) for i in calls[call] for j in graph.nodes[i].inputs if j not in calls[call])
+            for call in layers
+        }
+        caught: dict[Call, Tensor] = {}
+        arrived = {len(graph) - 1: _Flow(start, signed)}
+        for i in range(len(graph) - 1, 0, -1):
+            flow = arrived.pop(i, None)
+            if flow is None:
+                continue
+            handed = self._hand(i, flow.relevance, record)
+            if handed.absorbed:
+                ledger.absorbed[i] = handed.absorbed
+            for j, relevance in zip(graph.nodes[i].inputs, handed.relevance, strict=False):
+                if relevance is None:
+                    continue
+                share = flow if relevance is flow.relevance else _Flow(relevance, signed)
+                ledger.record(i, j, share.amount, share.size)
+                arrived[j] = arrived[j] + share if j in arrived else share
+                for call, edges in crossing.items():
+                    if (i, j) in edges:
+                        caught[call] = caught[call] + relevance if call in caught else relevance
+            record.values.pop(i, None)
+            if strict:
+                ledger.check(i)
+        result = arrived[0].relevance if 0 in arrived else start.new_zeros((start.shape[0], *record.shapes[0]))
+        return result, caught, ledger
+
+    def _hand(self, i: int, r: Tensor, record: Record) -> Handed:
+        """Lets a node's treatment hand its relevance on; where there is none, it passes."""
+        node, treatment = self.plan.graph.nodes[i], self.plan.treatments[i]
+        op = node.operator
+        if isinstance(op, Reshape):
+            return Handed((op.back(r, record.shapes[node.inputs[0]]),), {})
+        if isinstance(op, Sum) and isinstance(treatment, Split):
+            return self._part(i, op, treatment, r, record)
+        if isinstance(op, MaxPool) and isinstance(treatment, Pooling):
+            a = record.values[node.inputs[0]]
+            if treatment.rule is None:
+                return Handed((op.pool.winners(a, record.values[i], r),), {})
+            linear: LinearMap = (op.halves if treatment.halves else op.pool).average(a)
+            return treatment.rule(linear, a, r, nonnegative=self._nonnegative(node))
+        if isinstance(op, Mapped) and isinstance(treatment, Rule):
+            # A rule that looks at no input value was given none: only the shape matters.
+            a = record.values.get(node.inputs[0], r.new_empty(()).expand(record.shapes[node.inputs[0]]))
+            norm = self._norm_of.get(i)
+            linear = self._fold(i) if norm is not None and self.plan.treatments[norm] == FOLD else op.map(a)
+            return treatment(linear, a, r, nonnegative=self._nonnegative(node))
+        return Handed((r,), {})
+
+    def _nonnegative(self, node: Node) -> bool:
+        return self.plan.graph.nodes[node.inputs[0]].nonnegative
+
+    def _part(self, i: int, op: Sum, split: Split, r: Tensor, record: Record) -> Handed:
+        """Splits relevance among the branches of a sum; a constant is one more, with nobody behind it."""
+        node = self.plan.graph.nodes[i]
+        closed = self.plan.closed(node)
+        branches: tuple[Tensor, ...] = ()
+        if i in self._weighing:
+            constants = [] if op.constant is None else [torch.as_tensor(op.constant, dtype=r.dtype, device=r.device)]
+            values = op.branches([record.values[j] for j in node.inputs])
+            branches = tuple(v.expand(record.shapes[i]) for v in (*values, *constants))
+        handed = split(branches, op.parts, r, main=node.main, closed=closed)
+        shares = [
+            None if s is None else _reduced(s, record.shapes[j])
+            for s, j in zip(handed.relevance, node.inputs, strict=False)
+        ]
+        rest = handed.relevance[len(node.inputs) :]
+        absorbed = dict(handed.absorbed)
+        if rest and rest[0] is not None:
+            absorbed["constant"] = total(rest[0])
+        return Handed(tuple(shares), absorbed)
+
+
+def _check_shape(node: Node, a: Any, x: Tensor) -> None:
+    """Says in our words what torch would say in its own when an input does not fit a linear map."""
+    linear = node.operator.linear if isinstance(node.operator, Linear) else None
+    if isinstance(linear, Convolution):
+        channels, axes = linear.weight.shape[1] * linear.groups, linear.weight.ndim - 2
+        sizes = ("length",) if axes == 1 else ("depth", "height", "width")[3 - axes :]
+        fits, wanted = a.ndim == axes + 2 and a.shape[1] == channels, f"(batch, {channels}, {', '.join(sizes)})"
+    elif isinstance(linear, Dense):
+        fits, wanted = a.shape[-1] == linear.weight.shape[1], f"(batch, ..., {linear.weight.shape[1]})"
+    else:
+        return
+    if not fits:
+        msg = (
+            f"{node.name} expects {wanted}, but an input of shape {tuple(x.shape)} gives it {tuple(a.shape)}; mend "
+            "the input's axes or size."
+        )
+        raise RelpropError(msg)
+
+
+class _Flow:
+    """Relevance on its way, with its sums."""
+
+    def __init__(self, relevance: Tensor, signed: bool) -> None:
+        self.relevance = relevance
+        self.amount = total(relevance)
+        self.size = total(relevance.abs()) if signed else self.amount
+
+    def __add__(self, other: _Flow) -> _Flow:
+        both = object.__new__(_Flow)
+        both.relevance = self.relevance + other.relevance
+        both.amount, both.size = self.amount + other.amount, self.size + other.size
+        return both
+
+
+def _reduced(share: Tensor, shape: Sequence[int]) -> Tensor:
+    """Sums a share ``(T, ...)`` over the axes along which its branch was broadcast."""
+    extra = share.ndim - 1 - len(shape)
+    if extra:
+        share = share.sum(list(range(1, 1 + extra)))
+    axes = [axis for axis, n in enumerate(shape, start=1) if n == 1 and share.shape[axis] != 1]
+    return share.sum(axes, keepdim=True) if axes else share
