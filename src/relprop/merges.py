@@ -18,10 +18,11 @@ from torch import Tensor
 
 from relprop.errors import RelpropError
 from relprop.ledger import total
-from relprop.rules import Handed, tiny
+from relprop.rules import Handed
+from relprop.transforms import over, tiny
 
 Shares = Callable[[tuple[Tensor, ...]], Sequence[Tensor | float]]
-"""From a sum's branches, each with a batch axis, to the share that each of them gets."""
+"""A user's own split: from a sum's branches, each with a batch axis, to the share that each of them gets."""
 
 
 @dataclass(frozen=True)
@@ -30,88 +31,106 @@ class Split:
 
     Attributes:
         name: How it prints.
-        shares: The share of every branch; None for equal shares.
-        weighs: Whether it looks at the branches' values.
-        stabilised: Whether what the shares lack is epsilon's, by design.
-        conserves: Whether the split promises to lose nothing.
-        keeps_sign: Whether relevance that is nowhere negative stays so.
+        weights: Relevance goes to the branches in proportion to this function of them; None for equal parts.
+        shares: A user's own function from the branches to their shares, instead.
+        epsilon: Stabiliser of the weights' sum; None if it cannot cancel.
+        main_only: Whether the residual block takes all.
     """
 
     name: str
-    shares: Shares | None
-    weighs: bool = True
-    stabilised: bool = False
-    conserves: bool = True
-    keeps_sign: bool = True
+    weights: Callable[[Tensor], Tensor] | None = None
+    shares: Shares | None = None
+    epsilon: float | None = None
+    main_only: bool = False
 
     def __str__(self) -> str:
-        """The name."""
         return self.name
 
-    def __call__(
-        self, branches: tuple[Tensor, ...], count: int, r: Tensor, *, main: int, closed: frozenset[int]
-    ) -> Handed:
-        """Hands the relevance of a sum to its branches.
+    @property
+    def weighs(self) -> bool:
+        """Whether it looks at the branches' values."""
+        return self.weights is not None or self.shares is not None
+
+    @property
+    def keeps_sign(self) -> bool:
+        """Whether relevance that is nowhere negative stays so; of a user's function, nothing is known."""
+        return self.shares is None and self.epsilon is None
+
+    def takers(self, count: int, main: int, closed: frozenset[int]) -> list[int]:
+        """The branches that get something.
 
         Args:
-            branches: What was added, each broadcast to the sum's shape; may be empty where nobody weighs them.
             count: The number of branches.
+            main: Which of them is the residual block's.
+            closed: Identity skips that are left out.
+        """
+        return [main] if self.main_only else [i for i in range(count) if i not in closed]
+
+    def __call__(self, branches: Sequence[Tensor], count: int, r: Tensor) -> Handed:
+        """Hands the relevance of a sum to those of its branches that get something.
+
+        Args:
+            branches: Their values, broadcast to the sum's shape; may be empty where nobody weighs them.
+            count: Their number.
             r: Relevance of the sum, ``(T, B, ...)``.
-            main: Which branch is the residual block's.
-            closed: Branches that get nothing (identity skips that are left out).
 
         Returns:
-            Relevance of each branch, and what was absorbed.
+            Relevance of each of them, and what was absorbed.
 
         Raises:
             RelpropError: If a split of the user's does not give one share a branch.
         """
-        takers = [main] if self is MAIN_ONLY else [i for i in range(count) if i not in closed]
-        handed: list[Tensor | None] = [None] * count
-        if len(takers) == 1:
-            handed[takers[0]] = r
-            return Handed(tuple(handed), {})
-        shares = self.shares(tuple(branches[i] for i in takers)) if self.shares else [1 / len(takers)] * len(takers)
-        if len(shares) != len(takers):
-            msg = (
-                f"The split {self.name} gave {len(shares)} shares for {len(takers)} branches; it has to give one "
-                "for each."
-            )
+        if count == 1:
+            return Handed((r,), {})
+        if self.weights is not None:
+            return self._in_proportion([self.weights(h) for h in branches], r)
+        shares = self.shares(tuple(branches)) if self.shares else [1 / count] * count
+        if not isinstance(shares, Sequence) or len(shares) != count:
+            msg = f"The split {self.name} has to give a list or tuple of {count} shares, one for each branch."
             raise RelpropError(msg)
-        for i, share in zip(takers, shares, strict=True):
-            handed[i] = r * share
+        return Handed(tuple(r * share for share in shares), {})
+
+    def _in_proportion(self, weights: Sequence[Tensor], r: Tensor) -> Handed:
+        """``R_b = w_b / (sum w + eps) R``; where all weights are zero, equal parts."""
+        whole = _sum(weights)
         absorbed = {}
-        if self.stabilised:
-            absorbed["epsilon"] = total(r - r * sum(shares[1:], start=torch.as_tensor(shares[0])))
+        nothing = None
+        if self.epsilon is not None:
+            eps = torch.where(whole < 0, -self.epsilon, self.epsilon).to(whole.dtype)
+            whole = whole + eps
+            absorbed["epsilon"] = total(r / whole * eps)
+        elif whole.amin() <= tiny(whole.dtype):
+            nothing = whole <= tiny(whole.dtype)
+            whole.masked_fill_(nothing, torch.inf)
+        part = over(r, whole)
+        handed = [part * w for w in weights]
+        if nothing is not None:
+            even = r * nothing / len(weights)
+            handed = [h + even for h in handed]
         return Handed(tuple(handed), absorbed)
 
 
-def _by_magnitude(branches: tuple[Tensor, ...]) -> Sequence[Tensor | float]:
-    sizes = [h.abs() for h in branches]
-    whole = sum(sizes[1:], start=sizes[0])
-    if whole.amin() > tiny(whole.dtype):
-        return [size / whole for size in sizes]
-    nothing = whole <= tiny(whole.dtype)
-    whole = whole.masked_fill(nothing, 1.0)
-    return [torch.where(nothing, 1 / len(sizes), size / whole) for size in sizes]
+def _sum(tensors: Sequence[Tensor]) -> Tensor:
+    result = tensors[0] + tensors[1]
+    for t in tensors[2:]:
+        result += t
+    return result
 
 
-def _by_value(branches: tuple[Tensor, ...]) -> Sequence[Tensor | float]:
-    whole = sum(branches[1:], start=branches[0])
-    whole = whole + torch.where(whole < 0, -1e-6, 1e-6).to(whole.dtype)
-    return [h / whole for h in branches]
+def _itself(h: Tensor) -> Tensor:
+    return h
 
 
-SYMMETRIC = Split("symmetric", None, weighs=False)
+SYMMETRIC = Split("symmetric")
 """Halves (Otsuki et al., 2024, eq. 4); with n branches, a share of 1/n for each."""
 
-RATIO = Split("ratio", _by_magnitude)
+RATIO = Split("ratio", torch.abs)
 """By magnitude, ``|h_s| / (|h_s| + |h_m|)`` (Otsuki et al., 2024, eq. 5); 0/0 halves."""
 
-SIGNED = Split("signed", _by_value, stabilised=True, conserves=False, keeps_sign=False)
+SIGNED = Split("signed", _itself, epsilon=1e-6)
 """By value, ``h_s / (h_s + h_m + eps)``: the epsilon rule on the sum; denominators may cancel."""
 
-MAIN_ONLY = Split("main-only", None, weighs=False)
+MAIN_ONLY = Split("main-only", main_only=True)
 """Everything to the residual block."""
 
 NAMES = {split.name: split for split in (SYMMETRIC, RATIO, SIGNED, MAIN_ONLY)}
@@ -131,7 +150,6 @@ def split(value: str | Split | Shares) -> Split:
     if isinstance(value, str) and value in NAMES:
         return NAMES[value]
     if callable(value):
-        # Nothing is known of a function: its shares may be negative and need not sum to one. The ledger tells.
-        return Split(getattr(value, "__name__", "custom"), value, conserves=False, keeps_sign=False)
+        return Split(getattr(value, "__name__", "custom"), shares=value)
     msg = f"There is no split {value!r}; there are {', '.join(NAMES)}, or a function from the branches to their shares."
     raise RelpropError(msg)

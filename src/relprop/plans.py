@@ -16,10 +16,10 @@ from torch import nn
 
 from relprop import merges, rules
 from relprop.errors import RelpropError
+from relprop.graph import Graph, Node
 from relprop.merges import RATIO, SIGNED, Shares, Split
 from relprop.operators import AveragePool, BatchNorm, Linear, Mapped, MaxPool, Operator, Reduction, Sum, Unknown
 from relprop.rules import Rule, epsilon, flat, gamma, wplus, zbox, zplus
-from relprop.trace import Graph, Node
 
 
 @dataclass(frozen=True)

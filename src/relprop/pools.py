@@ -14,6 +14,7 @@ from itertools import product
 import torch
 from torch import Tensor
 
+from relprop.errors import RelpropError
 from relprop.maps import Window
 
 Table = list[list[int]]
@@ -42,6 +43,9 @@ class Sliding:
         # As torch has it: a last window that would begin in the far padding is left out.
         if self.ceil and (outputs - 1) * stride >= size + padding:
             outputs -= 1
+        if span < 0:
+            msg = f"its window of {dilation * (kernel - 1) + 1} is larger than the input's {size}, padding included"
+            raise RelpropError(msg)
         begins = [o * stride - padding for o in range(outputs)]
         return [[i for i in range(b, b + dilation * kernel, dilation) if 0 <= i < size] for b in begins]
 
@@ -93,6 +97,11 @@ class Pool:
     def axes(self) -> int:
         """The number of axes that are pooled."""
         return len(self.windows.outputs if isinstance(self.windows, Adaptive) else self.windows.kernel)
+
+    def shape(self, before: Sequence[int]) -> tuple[int, ...]:
+        """The shape that the pool makes of another."""
+        lead = len(before) - self.axes
+        return (*before[:lead], *map(len, self.windows.tables(before[lead:])))
 
     def average(self, a: Tensor) -> Window:
         """The pool as a linear map: an average with its own weights, the plain mean where it takes the maximum."""

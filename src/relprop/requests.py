@@ -6,15 +6,19 @@ and the remedy.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from relprop.errors import RelpropError
-from relprop.trace import Call, Graph
+from relprop.graph import Call, Graph
+from relprop.merges import Split
+from relprop.plans import Pooling
+from relprop.rules import Rule
 
 PRECISIONS = (torch.float32, torch.float64)
 
@@ -37,8 +41,16 @@ def module(model: Any) -> nn.Module:
         which = f"its module {training!r}" if training else "the model"
         msg = f"{type(inner).__name__} cannot be explained while {which} is in training mode; call model.eval() first."
         raise RelpropError(msg)
-    tensors = [t for t in [*inner.parameters(), *inner.buffers()] if t.is_floating_point()]
-    for dtype in {t.dtype for t in tensors}:
+    tensors = [t for t in [*inner.parameters(), *inner.buffers()] if t.is_floating_point() or t.is_complex()]
+    if any(is_lazy(t) for t in tensors):
+        msg = f"{type(inner).__name__} has lazy modules without weights yet; run one batch through the model first."
+        raise RelpropError(msg)
+    precisions = sorted({t.dtype for t in tensors}, key=str)
+    if len(precisions) > 1:
+        names = ", ".join(map(_short, precisions))
+        msg = f"{type(inner).__name__} has weights of several precisions ({names}); convert it with model.float()."
+        raise RelpropError(msg)
+    for dtype in precisions:
         if dtype not in PRECISIONS:
             msg = (
                 f"{type(inner).__name__} has {_short(dtype)} weights, in which relevance cannot add up; convert it "
@@ -96,6 +108,32 @@ def check_input(x: Any, model: nn.Module) -> None:
         raise RelpropError(msg)
 
 
+def check_plan(preset: Any, split: Any, identity_skips: Any, overrides: Any) -> None:
+    """Refuses what no plan can be made of, whatever the model.
+
+    Raises:
+        RelpropError: With the argument and what it may be.
+    """
+    if not isinstance(preset, str):
+        msg = f"The preset is {_brief(preset)}; pass a name."
+        raise RelpropError(msg)
+    if split is not None and not (isinstance(split, str | Split) or callable(split)):
+        msg = f"The split is {_brief(split)}; pass a name, or a function from the branches to their shares."
+        raise RelpropError(msg)
+    if not isinstance(identity_skips, bool):
+        msg = f"identity_skips is {_brief(identity_skips)}; pass True or False."
+        raise RelpropError(msg)
+    if overrides is not None and not isinstance(overrides, Mapping):
+        msg = (
+            f"The overrides are {_brief(overrides)}; pass a dict from names, types or block numbers to rules or splits."
+        )
+        raise RelpropError(msg)
+    for key, value in (overrides or {}).items():
+        if not (isinstance(value, str | Rule | Split | Pooling) or callable(value)):
+            msg = f"The override for {key!r} is {_brief(value)}; pass a rule, a split or a name of one."
+            raise RelpropError(msg)
+
+
 def targets(target: Any, output: Sequence[int]) -> Tensor | None:
     """The targets as a ``(B,)`` or ``(B, T)`` tensor; None for the predicted ones.
 
@@ -136,6 +174,9 @@ def layers(names: Sequence[str], graph: Graph) -> list[Call]:
     """
     calls = graph.calls
     wanted = []
+    if not isinstance(names, Iterable):
+        msg = f"layers is {_brief(names)}; pass a list of modules' names."
+        raise RelpropError(msg)
     for name in [names] if isinstance(names, str) else names:
         found = [call for call in calls if call[0] == name]
         if not found:

@@ -32,81 +32,11 @@ from torch import Tensor
 from relprop.errors import RelpropError
 from relprop.ledger import total
 from relprop.maps import LinearMap, Transform
+from relprop.transforms import Above, Boosted, negative, one_sample, over, positive, same, square, tiny
 
 IMAGENET_LOW = (-0.485 / 0.229, -0.456 / 0.224, -0.406 / 0.225)
 IMAGENET_HIGH = (0.515 / 0.229, 0.544 / 0.224, 0.594 / 0.225)
 """Black and white after the normalisation that ImageNet models expect."""
-
-
-def tiny(dtype: torch.dtype) -> float:
-    """The size below which a denominator counts as zero: what is smaller has lost its digits (float32: 1e-30)."""
-    return torch.finfo(dtype).tiny * 1e8
-
-
-# -- what may be done to inputs and weights --
-
-
-def same(x: Tensor) -> Tensor:
-    """The thing itself."""
-    return x
-
-
-def positive(x: Tensor) -> Tensor:
-    """Its positive part."""
-    return x.clamp(min=0)
-
-
-def negative(x: Tensor) -> Tensor:
-    """Its negative part (a number that is not positive)."""
-    return x.clamp(max=0)
-
-
-def square(x: Tensor) -> Tensor:
-    """Its square."""
-    return x * x
-
-
-def ones(x: Tensor) -> Tensor:
-    """One, wherever the thing is."""
-    return torch.ones_like(x)
-
-
-def one_sample(x: Tensor) -> Tensor:
-    """Ones for an input: the same in every sample, so a batch of one is enough."""
-    return torch.ones_like(x[:1])
-
-
-@dataclass(frozen=True)
-class Boosted:
-    """A weight and ``gamma`` times its positive or negative part."""
-
-    gamma: float
-    part: Transform
-
-    def __call__(self, w: Tensor) -> Tensor:
-        """Returns ``w + gamma w+`` (or ``w-``)."""
-        return w + self.gamma * self.part(w)
-
-
-@dataclass(frozen=True)
-class Above:
-    """How far an input lies above (or ``below``) a bound; a bound that the input exceeds is widened to it."""
-
-    bound: float | tuple[float, ...]
-    below: bool = False
-
-    def __call__(self, a: Tensor) -> Tensor:
-        """Returns ``a - bound``, at least (at most) zero."""
-        bound = torch.as_tensor(self.bound, dtype=a.dtype, device=a.device)
-        if bound.ndim:
-            if bound.numel() != a.shape[1]:
-                msg = (
-                    f"zbox has bounds for {bound.numel()} channels, but its layer's input has {a.shape[1]}; pass "
-                    "low= and high=."
-                )
-                raise RelpropError(msg)
-            bound = bound.reshape(-1, *[1] * (a.ndim - 2))
-        return negative(a - bound) if self.below else positive(a - bound)
 
 
 # -- a rule --
@@ -124,7 +54,7 @@ class Part:
     """Contributions that share a denominator.
 
     Attributes:
-        terms: Their products.
+        terms: Their products; none where every input that an output really has contributes one.
         share: How much of the relevance goes this way (alpha, or minus beta).
         bias: What of the bias stands in the denominator; None for nothing.
         sign: 1 or -1 where only outputs of that sign take part; 0 for all.
@@ -192,20 +122,23 @@ class Rule:
         """
         result: Tensor | None = None
         absorbed: dict[str, Tensor] = {}
+        shape = a.shape[1:]
         for part in self.parts:
             terms = [t for t in part.terms if not (nonnegative and t.input is negative)]
             live = [(a if nonnegative and t.input is positive else t.input(a), linear.weights(t.weight)) for t in terms]
-            z = _sum([linear.apply(x, w) for x, w in live])
+            z = _sum([linear.apply(x, w) for x, w in live]) if live else linear.fan(shape)
             flow = r if part.share == 1 else r * part.share
             if part.sign:
                 flow, dropped = self._outputs_of(part.sign, linear, a, flow)
                 _note(absorbed, "epsilon", dropped)
             if self.epsilon is None:
-                s, even = _divide(linear, flow, z, a.shape[1:], absorbed)
+                s, even = _divide(linear, flow, z, shape, absorbed)
             else:
                 s, even = self._stabilise(linear, part, flow, z, absorbed), None
+            if not live:
+                result = _per_target(linear.spread, s, shape)
             for term, (x, w) in zip(terms, live, strict=True):
-                c = _per_target(linear.transpose, s, w, a.shape[1:])
+                c = _per_target(linear.transpose, s, w, shape)
                 if term.input is not one_sample:
                     # A mean's transpose is an expanded view, which cannot be written to.
                     c = c * x if 0 in c.stride() else c.mul_(x)
@@ -265,14 +198,14 @@ def _divide(
     threshold = tiny(z.dtype)
     # Denominators have one sign within a part, so the one nearest to zero is at one end.
     if z.amin() > threshold or z.amax() < -threshold:
-        return r / z, None
+        return over(r, z), None
     dead = z.abs() <= threshold
     orphaned = r * dead
     fan = linear.fan(shape)
     if not fan.all():
         _note(absorbed, "padding", total(orphaned * (fan == 0)))
     even = _per_target(linear.spread, orphaned / fan.clamp(min=1), shape)
-    return r / z.masked_fill(dead, torch.inf), even
+    return over(r, z.masked_fill_(dead, torch.inf)), even
 
 
 # -- the rules by name --
@@ -314,7 +247,7 @@ def wplus(epsilon: float | None = None) -> Rule:
 
 def flat(epsilon: float | None = None) -> Rule:
     """Flat: ``z_ji = 1`` for every input that an output sees (Lapuschkin et al., 2019)."""
-    return _excitation("flat", Part((Term(one_sample, ones),)), epsilon, bias=False)
+    return _excitation("flat", Part(()), epsilon, bias=False)
 
 
 def w2(epsilon: float | None = None) -> Rule:

@@ -1,20 +1,23 @@
-"""The state of a model: what must not have changed since it was traced."""
+"""The state of a model: what must not have changed since it was traced, and must not change while we look."""
 
 from __future__ import annotations
 
-from itertools import chain
+from collections.abc import Hashable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+_REGISTERED = ("_parameters", "_buffers", "_modules")
+
 
 class State:
     """Remembers a model's tensors and settings well enough to notice that they changed.
 
-    Every tensor is known by its memory and its version, which ``load_state_dict``, an optimiser's step and
-    ``.to(...)`` change; writes that torch does not count (through ``.data`` or numpy) are noticed by a sample of each
-    tensor's values. Every module is known by its type and its plain settings, such as a stride.
+    Every tensor is known by its memory and its version, which ``load_state_dict``, an optimiser's step and ``.to(...)``
+    change; writes that torch does not count (through ``.data`` or numpy) are noticed by a sample of each tensor's
+    values. Every module is known by its type, its hooks and its settings, such as a stride.
 
     Args:
         model: The model; no reference to it is kept.
@@ -22,7 +25,7 @@ class State:
 
     def __init__(self, model: nn.Module) -> None:
         self._facts = _facts(model)
-        self._views = [_sample(tensor.detach()) for tensor in _tensors(model) if tensor.is_floating_point()]
+        self._views = [_sample(t) for m in model.modules() for t in _tensors(m) if t.is_floating_point()]
         self._sample = self._values()
 
     def holds(self, model: nn.Module) -> bool:
@@ -33,25 +36,58 @@ class State:
         return torch.cat(self._views) if self._views else torch.empty(0)
 
 
-def _tensors(model: nn.Module) -> list[Tensor]:
-    return [t for m in model.modules() for t in chain(m._parameters.values(), m._buffers.values()) if t is not None]
+@contextmanager
+def undisturbed(model: nn.Module) -> Iterator[None]:
+    """Takes back what the model's own code stores on the model, or draws from torch's generator, in the meantime."""
+    before = [(vars(m), dict(vars(m))) for m in model.modules()]
+    before += [(vars(m)[name], dict(vars(m)[name])) for m in model.modules() for name in _REGISTERED]
+    with torch.random.fork_rng(devices=[]):
+        try:
+            yield
+        finally:
+            for now, then in before:
+                for name in now.keys() - then.keys():
+                    del now[name]
+                now.update({name: value for name, value in then.items() if now.get(name) is not value})
 
 
-def _facts(model: nn.Module) -> tuple[Any, ...]:
-    tensors = [
-        (t.data_ptr(), 0 if t.is_inference() else t._version, t.dtype, t.shape, t.stride()) for t in _tensors(model)
-    ]
-    modules = [
-        (type(m), *[(k, v) for k, v in vars(m).items() if isinstance(v, bool | int | float | str | tuple | None)])
-        for m in model.modules()
-    ]
-    return tensors, modules, [name for name, _ in model.named_modules()]
+def _tensors(module: nn.Module) -> list[Tensor]:
+    return [t for t in (*module._parameters.values(), *module._buffers.values()) if t is not None]
 
 
-def _sample(tensor: Tensor, count: int = 32) -> Tensor:
+def _facts(model: nn.Module) -> list[Hashable]:
+    facts: list[Hashable] = []
+    for name, module in model.named_modules():
+        facts += [name, id(type(module)), *map(_fact, _tensors(module))]
+        facts += [(k, _fact(v)) for k, v in vars(module).items() if v.__class__ in _PLAIN or k not in _REGISTERED]
+    return facts
+
+
+_PLAIN = frozenset((bool, int, float, str, type(None)))
+
+
+def _fact(value: Any) -> Hashable:
+    """Something that differs when the value does."""
+    if value.__class__ in _PLAIN:
+        return value  # type: ignore[no-any-return] # of these types, it is hashable
+    if isinstance(value, Tensor):
+        version = 0 if value.is_inference() else value._version
+        return value.data_ptr(), version, value.dtype, value.shape, value.stride()
+    if isinstance(value, dict):
+        return tuple((id(k), _fact(v)) for k, v in value.items())
+    if isinstance(value, tuple | list):
+        return tuple(map(_fact, value))
+    return id(value)
+
+
+def _sample(tensor: Tensor, count: int = 64) -> Tensor:
     """A view of some elements, spread over the tensor's memory."""
+    tensor = tensor.detach()
     dense = tensor.is_contiguous() or (tensor.ndim == 4 and tensor.is_contiguous(memory_format=torch.channels_last))
     if not dense or not tensor.numel():
         return tensor.flatten()[:count].clone()
     count = min(count, tensor.numel())
-    return tensor.as_strided((count,), (tensor.numel() // count,))
+    # An odd step walks through all columns of a matrix whose width is a power of two.
+    step = tensor.numel() // count
+    step -= step > 1 and step % 2 == 0
+    return tensor.as_strided((count,), (step,))

@@ -13,16 +13,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from relprop.errors import RelpropError
+from relprop.graph import Call, Node
 from relprop.ledger import TOLERANCE, Ledger, total
 from relprop.maps import Convolution, Dense, LinearMap
 from relprop.merges import Split
 from relprop.operators import BatchNorm, Elementwise, Linear, Mapped, MaxPool, Reshape, Sum
 from relprop.plans import FOLD, PASS, Plan, Pooling, Treatment
 from relprop.rules import Handed, Rule
-from relprop.trace import Call, Node
 
 
 @dataclass
@@ -94,36 +93,28 @@ class Sweep:
         Raises:
             RelpropError: If a node cannot take what comes in, or the output is not ``(batch, classes)``.
         """
-        graph, treatments = self.plan.graph, self.plan.treatments
-        with FakeTensorMode(allow_non_fake_inputs=True):
-            values: list[Any] = [torch.empty(x.shape, dtype=x.dtype, device=x.device)]
-            for i, node in enumerate(graph.nodes[1:], start=1):
-                inputs = [values[j] for j in node.inputs]
-                _check_shape(node, inputs[0], x)
-                try:
-                    values.append(node.operator.shape(*inputs))
-                except (RuntimeError, ValueError, TypeError, IndexError) as error:
-                    reason = str(error).strip().split("\n")[0].rstrip(".")
-                    msg = (
-                        f"{node.name} ({node.operator.label}) cannot take a tensor of shape "
-                        f"{tuple(inputs[0].shape)}: {reason}."
-                    )
-                    raise RelpropError(msg) from None
-                treatment = treatments[i]
-                if isinstance(treatment, Pooling) and isinstance(node.operator, MaxPool):
-                    treatment.check(node.name, node.operator, inputs[0].shape, values[i].shape)
-                if treatment == PASS and values[i].shape != inputs[0].shape:
-                    msg = (
-                        f"Relevance cannot pass {node.name} unchanged: it turns {tuple(inputs[0].shape)} into "
-                        f"{tuple(values[i].shape)}."
-                    )
-                    raise RelpropError(msg)
+        values: list[Any] = [torch.empty(x.shape, dtype=x.dtype, device="meta")]
+        for i, node in enumerate(self.plan.graph.nodes[1:], start=1):
+            inputs = [values[j] for j in node.inputs]
+            _check_shape(node, inputs[0], x)
+            try:
+                values.append(node.operator.shape(*inputs))
+            except (RuntimeError, ValueError, TypeError, IndexError) as error:
+                reason = str(error).strip().split("\n")[0].rstrip(".")
+                msg = f"{node.name} ({node.operator.label}) cannot take {tuple(inputs[0].shape)}: {reason}."
+                raise RelpropError(msg) from None
+            if isinstance(values[i], Tensor) and values[i].shape[:1] != x.shape[:1]:
+                msg = (
+                    f"{node.name} ({node.operator.label}, {node.source}) makes {tuple(values[i].shape)} of a batch of "
+                    f"{len(x)}; relprop needs the samples to stay apart, along the first axis."
+                )
+                raise RelpropError(msg)
+            treatment = self.plan.treatments[i]
+            if isinstance(treatment, Pooling) and isinstance(node.operator, MaxPool):
+                treatment.check(node.name, node.operator, inputs[0].shape, values[i].shape)
         shapes = tuple(tuple(v.shape) if isinstance(v, Tensor) else () for v in values)
-        if len(shapes[-1]) != 2 or shapes[-1][0] != x.shape[0]:
-            msg = (
-                f"The model's output has shape {shapes[-1]} for a batch of {x.shape[0]}; relprop explains outputs "
-                "of shape (batch, classes)."
-            )
+        if len(shapes[-1]) != 2:
+            msg = f"The model's output has shape {shapes[-1]}; relprop explains outputs of shape (batch, classes)."
             raise RelpropError(msg)
         return shapes
 
@@ -162,8 +153,7 @@ class Sweep:
         """Whether a node is a sum whose split looks at the values of the branches."""
         if not isinstance(treatment, Split) or not isinstance(node.operator, Sum):
             return False
-        takers = node.operator.parts - len(self.plan.closed(node))
-        return treatment.weighs and takers > 1
+        return treatment.weighs and len(self._takers(node, node.operator, treatment)) > 1
 
     def _needs(self, i: int) -> tuple[int, ...]:
         """The nodes whose values a node needs on the way back."""
@@ -214,6 +204,8 @@ class Sweep:
             if flow is None:
                 continue
             handed = self._hand(i, flow.relevance, record)
+            # What a rule or a split has computed is in memory of its own; all else may be somebody's view.
+            computed = isinstance(self.plan.treatments[i], Rule | Split | Pooling)
             if handed.absorbed:
                 ledger.absorbed[i] = handed.absorbed
             for j, relevance in zip(graph.nodes[i].inputs, handed.relevance, strict=False):
@@ -221,13 +213,18 @@ class Sweep:
                     continue
                 share = flow if relevance is flow.relevance else _Flow(relevance, signed)
                 ledger.record(i, j, share.amount, share.size)
-                arrived[j] = arrived[j] + share if j in arrived else share
                 for call, edges in crossing.items():
                     if (i, j) in edges:
-                        caught[call] = caught[call] + relevance if call in caught else relevance
+                        caught[call] = caught[call] + relevance if call in caught else relevance.clone()
+                fresh = computed and share is not flow and 0 not in relevance.stride()
+                arrived[j] = arrived[j].joined(share, fresh=fresh) if j in arrived else share
             record.values.pop(i, None)
             if strict:
                 ledger.check(i)
+        for call, edges in crossing.items():
+            if call not in caught:  # a branch that gets nothing
+                shape = record.shapes[min(j for _, j in edges)]
+                caught[call] = start.new_zeros((len(start), *shape))
         result = arrived[0].relevance if 0 in arrived else start.new_zeros((start.shape[0], *record.shapes[0]))
         return result, caught, ledger
 
@@ -259,22 +256,52 @@ class Sweep:
     def _part(self, i: int, op: Sum, split: Split, r: Tensor, record: Record) -> Handed:
         """Splits relevance among the branches of a sum; a constant is one more, with nobody behind it."""
         node = self.plan.graph.nodes[i]
-        closed = self.plan.closed(node)
-        branches: tuple[Tensor, ...] = ()
+        takers = self._takers(node, op, split)
+        branches: list[Tensor] = []
         if i in self._weighing:
-            constants = [] if op.constant is None else [torch.as_tensor(op.constant, dtype=r.dtype, device=r.device)]
-            values = op.branches([record.values[j] for j in node.inputs])
-            branches = tuple(v.expand(record.shapes[i]) for v in (*values, *constants))
-        handed = split(branches, op.parts, r, main=node.main, closed=closed)
-        shares = [
-            None if s is None else _reduced(s, record.shapes[j])
-            for s, j in zip(handed.relevance, node.inputs, strict=False)
-        ]
-        rest = handed.relevance[len(node.inputs) :]
+            values: list[Any] = op.branches([record.values[j] for j in node.inputs])
+            if op.constant is not None:
+                values.append(torch.as_tensor(op.constant, dtype=r.dtype, device=r.device))
+            branches = [values[b].expand(record.shapes[i]) for b in takers]
+        handed = split(branches, len(takers), r)
+        relevance: list[Tensor | None] = [None] * len(node.inputs)
         absorbed = dict(handed.absorbed)
-        if rest and rest[0] is not None:
-            absorbed["constant"] = total(rest[0])
-        return Handed(tuple(shares), absorbed)
+        for b, share in zip(takers, handed.relevance, strict=True):
+            if share is None:
+                continue
+            if b == len(node.inputs):
+                absorbed["constant"] = total(share)
+            else:
+                relevance[b] = _reduced(share, record.shapes[node.inputs[b]])
+        return Handed(tuple(relevance), absorbed)
+
+    def _takers(self, node: Node, op: Sum, split: Split) -> list[int]:
+        return split.takers(op.parts, node.main, self.plan.closed(node))
+
+
+class _Flow:
+    """Relevance on its way, with its sums."""
+
+    def __init__(self, relevance: Tensor, signed: bool) -> None:
+        self.relevance = relevance
+        self.amount = total(relevance)
+        self.size = total(relevance.abs()) if signed else self.amount
+
+    def joined(self, other: _Flow, *, fresh: bool) -> _Flow:
+        """The sum of two flows; written over the other one if that is fresh, that is, nobody else's."""
+        both = object.__new__(_Flow)
+        both.relevance = other.relevance.add_(self.relevance) if fresh else self.relevance + other.relevance
+        both.amount, both.size = self.amount + other.amount, self.size + other.size
+        return both
+
+
+def _reduced(share: Tensor, shape: Sequence[int]) -> Tensor:
+    """Sums a share ``(T, ...)`` over the axes along which its branch was broadcast."""
+    extra = share.ndim - 1 - len(shape)
+    if extra:
+        share = share.sum(list(range(1, 1 + extra)))
+    axes = [axis for axis, n in enumerate(shape, start=1) if n == 1 and share.shape[axis] != 1]
+    return share.sum(axes, keepdim=True) if axes else share
 
 
 def _check_shape(node: Node, a: Any, x: Tensor) -> None:
@@ -294,27 +321,3 @@ def _check_shape(node: Node, a: Any, x: Tensor) -> None:
             "the input's axes or size."
         )
         raise RelpropError(msg)
-
-
-class _Flow:
-    """Relevance on its way, with its sums."""
-
-    def __init__(self, relevance: Tensor, signed: bool) -> None:
-        self.relevance = relevance
-        self.amount = total(relevance)
-        self.size = total(relevance.abs()) if signed else self.amount
-
-    def __add__(self, other: _Flow) -> _Flow:
-        both = object.__new__(_Flow)
-        both.relevance = self.relevance + other.relevance
-        both.amount, both.size = self.amount + other.amount, self.size + other.size
-        return both
-
-
-def _reduced(share: Tensor, shape: Sequence[int]) -> Tensor:
-    """Sums a share ``(T, ...)`` over the axes along which its branch was broadcast."""
-    extra = share.ndim - 1 - len(shape)
-    if extra:
-        share = share.sum(list(range(1, 1 + extra)))
-    axes = [axis for axis, n in enumerate(shape, start=1) if n == 1 and share.shape[axis] != 1]
-    return share.sum(axes, keepdim=True) if axes else share

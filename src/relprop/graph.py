@@ -1,0 +1,91 @@
+"""The graph: a model as a list of nodes, from input to output."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from torch import nn
+
+from relprop.operators import Operator
+
+Call = tuple[str, int]
+"""A call of a module: its qualified name, and how many calls of it came before."""
+
+
+@dataclass(frozen=True, eq=False)
+class Node:
+    """One operation of the model.
+
+    Attributes:
+        name: Unique name: the module's, with ``#1`` and so on for later calls, or the enclosing module's and the
+            operation's.
+        operator: What it computes.
+        module: The module that does it, or None for a function.
+        calls: The module calls that it stands in, from the outermost to its own.
+        source: Where in the model's code it was written.
+        nonnegative: Whether its values are known to be never negative.
+        after: How many merges lie before it.
+        block: The residual block that it stands in, by the number of its merge, from 1; None outside of all.
+        merge: The number of the merge that it is, or None.
+        main: For a merge, the branch that has done most.
+        identities: For a merge, the branches that are identity skips.
+        first: Whether it is a first linear map: a convolution or matrix with none before it.
+        folds: For a batch norm, the linear map before it into which it can be folded.
+    """
+
+    name: str
+    operator: Operator
+    module: nn.Module | None
+    calls: tuple[Call, ...]
+    source: str
+    nonnegative: bool = False
+    after: int = 0
+    block: int | None = None
+    merge: int | None = None
+    main: int = 0
+    identities: frozenset[int] = frozenset()
+    first: bool = False
+    folds: int | None = None
+
+    @property
+    def inputs(self) -> tuple[int, ...]:
+        """The nodes whose values it takes."""
+        return tuple(ref.node for ref in self.operator.inputs)
+
+
+@dataclass(frozen=True, eq=False)
+class Graph:
+    """A model as nodes in the order in which they are computed; node 0 is the input, the last one the output."""
+
+    nodes: tuple[Node, ...]
+
+    def __iter__(self) -> Iterator[Node]:
+        """The nodes, from input to output."""
+        return iter(self.nodes)
+
+    def __len__(self) -> int:
+        """The number of nodes."""
+        return len(self.nodes)
+
+    @property
+    def merges(self) -> int:
+        """How many sums join branches."""
+        return sum(node.merge is not None for node in self.nodes)
+
+    @property
+    def calls(self) -> dict[Call, frozenset[int]]:
+        """For every call of a module, the nodes inside it."""
+        inside: dict[Call, set[int]] = {}
+        for i, node in enumerate(self.nodes):
+            for call in node.calls:
+                inside.setdefault(call, set()).add(i)
+        return {call: frozenset(nodes) for call, nodes in inside.items()}
+
+    def consumers(self) -> list[list[int]]:
+        """For every node, the nodes that take its value, once for each time they do."""
+        consumers: list[list[int]] = [[] for _ in self.nodes]
+        for i, node in enumerate(self.nodes):
+            for producer in node.inputs:
+                consumers[producer].append(i)
+        return consumers
