@@ -16,7 +16,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from relprop import plans, requests
+from relprop import operators, plans, requests
 from relprop.errors import RelpropError
 from relprop.graph import Graph
 from relprop.ledger import Ledger
@@ -37,6 +37,7 @@ class _Known:
 
     state: State
     graph: Graph
+    words: dict[Any, Any] = field(default_factory=lambda: dict(operators.TABLE))
     sweeps: dict[Any, Sweep] = field(default_factory=dict)
     shapes: dict[Any, tuple[tuple[int, ...], ...]] = field(default_factory=dict)
     verified: set[Any] = field(default_factory=set)
@@ -162,10 +163,10 @@ def _computing(device: torch.device) -> Iterator[None]:
 
 
 def _known(module: nn.Module) -> _Known:
-    """The model's graph, traced anew if the model is not as it was."""
+    """The model's graph, traced anew if the model, or the vocabulary, is not as it was."""
     with _LOCK:
         known = _KNOWN.get(module)
-        if known is None or not known.state.holds(module):
+        if known is None or known.words != operators.TABLE or not known.state.holds(module):
             known = _KNOWN[module] = _Known(State(module), trace(module))
         return known
 

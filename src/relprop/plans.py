@@ -95,7 +95,7 @@ class Preset:
     upper_norm: str = FOLD
 
 
-_MIXED = epsilon(0.25, relative=True)
+_MIXED = epsilon(0.01, relative=True)
 _RELEASED = zplus(1e-5)
 _AS_RELEASED = Rule(
     "epsilon(+1e-05)", epsilon(bias=False).parts, epsilon=1e-5, unsigned=True, conserves=False, keeps_sign=False

@@ -55,21 +55,23 @@ def _tensors(module: nn.Module) -> list[Tensor]:
     return [t for t in (*module._parameters.values(), *module._buffers.values()) if t is not None]
 
 
+_PLAIN = frozenset((bool, int, float, str, type(None)))
+
+
 def _facts(model: nn.Module) -> list[Hashable]:
     facts: list[Hashable] = []
     for name, module in model.named_modules():
         facts += [name, id(type(module)), *map(_fact, _tensors(module))]
-        facts += [(k, _fact(v)) for k, v in vars(module).items() if v.__class__ in _PLAIN or k not in _REGISTERED]
+        for key, value in vars(module).items():
+            if value.__class__ in _PLAIN:
+                facts += (key, value)
+            elif key not in _REGISTERED and not (isinstance(value, dict) and not value):  # most hooks are none
+                facts += (key, _fact(value))
     return facts
-
-
-_PLAIN = frozenset((bool, int, float, str, type(None)))
 
 
 def _fact(value: Any) -> Hashable:
     """Something that differs when the value does."""
-    if value.__class__ in _PLAIN:
-        return value  # type: ignore[no-any-return] # of these types, it is hashable
     if isinstance(value, Tensor):
         version = 0 if value.is_inference() else value._version
         return value.data_ptr(), version, value.dtype, value.shape, value.stride()
@@ -77,7 +79,7 @@ def _fact(value: Any) -> Hashable:
         return tuple((id(k), _fact(v)) for k, v in value.items())
     if isinstance(value, tuple | list):
         return tuple(map(_fact, value))
-    return id(value)
+    return value if value.__class__ in _PLAIN else id(value)
 
 
 def _sample(tensor: Tensor, count: int = 64) -> Tensor:

@@ -63,12 +63,11 @@ class Sweep:
 
     # -- forward --
 
-    def forward(self, x: Tensor, *, keep: bool = True) -> Record:
-        """Computes the output.
+    def forward(self, x: Tensor) -> Record:
+        """Computes the output, and keeps what the way back needs.
 
         Args:
             x: The input, with a batch axis; it is never written to.
-            keep: Whether to keep what the way back needs.
         """
         graph = self.plan.graph
         # Convolutions are fastest with channels last, and everything after them follows.
@@ -81,11 +80,9 @@ class Sweep:
             shapes.append(tuple(values[i].shape) if isinstance(values[i], Tensor) else ())
             for j in node.inputs:
                 waiting[j] -= 1
-                if not waiting[j] and not (keep and j in self._kept):
+                if not waiting[j] and j not in self._kept:
                     del values[j]
-        last = len(graph) - 1
-        output = values[last]
-        return Record(output, shapes, {i: v for i, v in values.items() if i in self._kept} if keep else {})
+        return Record(values[len(graph) - 1], shapes, {i: v for i, v in values.items() if i in self._kept})
 
     def shapes(self, x: Tensor) -> tuple[tuple[int, ...], ...]:
         """Works out the shape of every node's value without computing any.
