@@ -1,4 +1,4 @@
-"""What leaves a network at its input is what entered it at its output: on known architectures, and on nets drawn at random."""
+"""What leaves a network at its input is what entered at its output: on known architectures, and on random nets."""
 
 from __future__ import annotations
 
@@ -113,9 +113,7 @@ def test_other_conserving_configurations(
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-def test_exact_alpha2beta1_conserves_at_every_node(
-    resnet18: dict[torch.dtype, nn.Module], dtype: torch.dtype
-) -> None:
+def test_exact_alpha2beta1_conserves_at_every_node(resnet18: dict[torch.dtype, nn.Module], dtype: torch.dtype) -> None:
     """It doubles relevance of both signs at each layer, so only the nodes can be asked for rounding errors of one."""
     x = torch.cat([sample(kind, (3, 64, 64), dtype) for kind in KINDS])
     e = relprop.explain(resnet18[dtype], x, overrides={"*": rules.alpha_beta(2, 1)}, strict=True)

@@ -260,12 +260,15 @@ class Unknown(Operator):
     def forward(self, *values: Any) -> Any:
         result = self.function(*values)
         if getattr(result, "shape", None) != values[0].shape:
-            msg = f"Relevance cannot pass {self.label} unchanged: it changes the shape of its input."
+            msg = f"relevance cannot pass {self.label} unchanged, for it changes the shape of its input"
             raise RelpropError(msg)
         return result
 
     def shape(self, *values: Any) -> Any:
-        return values[0]  # it can only be passed, which :meth:`forward` makes sure of
+        try:
+            return self.forward(*values)
+        except (RuntimeError, NotImplementedError):  # not every function knows tensors without contents
+            return values[0]
 
 
 # -- the table --

@@ -108,6 +108,15 @@ class Rule:
         """Whether the values of the input matter, not only its shape."""
         return any(term.input is not one_sample for part in self.parts for term in part.terms)
 
+    def check(self, a: Tensor) -> None:
+        """Refuses an input that the rule's bounds do not fit; its values do not matter.
+
+        Raises:
+            RelpropError: If the number of channels is another.
+        """
+        for term in (term for part in self.parts for term in part.terms if isinstance(term.input, Above)):
+            term.input(a)
+
     def __call__(self, linear: LinearMap, a: Tensor, r: Tensor, *, nonnegative: bool = False) -> Handed:
         """Hands the relevance of a map's output to its input.
 

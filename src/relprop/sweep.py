@@ -107,6 +107,8 @@ class Sweep:
                 )
                 raise RelpropError(msg)
             treatment = self.plan.treatments[i]
+            if isinstance(treatment, Rule):
+                treatment.check(inputs[0])
             if isinstance(treatment, Pooling) and isinstance(node.operator, MaxPool):
                 treatment.check(node.name, node.operator, inputs[0].shape, values[i].shape)
         shapes = tuple(tuple(v.shape) if isinstance(v, Tensor) else () for v in values)

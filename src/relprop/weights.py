@@ -44,6 +44,8 @@ __all__ = [
     "fetch",
     "folder",
     "npm_pack",
+    "probe",
+    "quiet",
     "read",
 ]
 
@@ -61,6 +63,7 @@ TIMEOUT = 10.0
 NPM_TIMEOUT = 20.0
 """Seconds that npm may bring nothing; it has to start, too."""
 
+_HEADERS = {"User-Agent": "relprop"}
 _BLOCK = 1 << 18
 _DIGITS = 16
 _WRAPPERS = ("state_dict", "model_state_dict", "model", "module", "net")
@@ -177,6 +180,20 @@ def download(url: str, to: Path, *, sha256: str, progress: Progress = quiet) -> 
     return digest.hexdigest()
 
 
+def probe(url: str) -> None:
+    """Finds out soon whether a server answers, before a client that would go on asking is let loose on it.
+
+    Raises:
+        UnavailableError: It does not.
+    """
+    try:
+        urlopen(Request(url, headers=_HEADERS, method="HEAD"), timeout=TIMEOUT).close()
+    except HTTPError as error:
+        error.close()
+    except (OSError, HTTPException) as error:
+        raise UnavailableError(f"{url} cannot be reached: {getattr(error, 'reason', None) or error}.") from error
+
+
 def npm_pack(package: str, to: Path, *, sha256: str, size: int, progress: Progress = quiet) -> Path:
     """Fetches a package with the npm client, from whichever registry that is set up for; none of its code is run.
 
@@ -285,7 +302,7 @@ def _turn(home: Path, report: Report) -> Iterator[bool]:
 def _blocks(url: str) -> Iterator[tuple[bytes, int | None]]:
     """What a server sends, with the number of bytes that it announced."""
     try:
-        with urlopen(Request(url, headers={"User-Agent": "relprop"}), timeout=TIMEOUT) as answer:
+        with urlopen(Request(url, headers=_HEADERS), timeout=TIMEOUT) as answer:
             total = int(answer.headers.get("Content-Length") or 0) or None
             while block := answer.read1(_BLOCK):
                 yield block, total
