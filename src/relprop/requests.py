@@ -36,6 +36,9 @@ def module(model: Any) -> nn.Module:
     if not isinstance(inner, nn.Module):
         msg = f"The model is a {type(model).__name__}; pass a torch.nn.Module, or what relprop.load returns."
         raise RelpropError(msg)
+    while isinstance(inner, nn.DataParallel | nn.parallel.DistributedDataParallel):
+        inner = inner.module  # the wrapper only hands batches out
+    inner = getattr(inner, "_orig_mod", inner)  # what torch.compile has compiled
     training = next((name for name, m in inner.named_modules() if m.training), None)
     if training is not None:
         which = f"its module {training!r}" if training else "the model"

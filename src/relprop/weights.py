@@ -27,7 +27,7 @@ from http.client import HTTPException
 from pathlib import Path
 from typing import Any, TypeAlias
 from urllib.error import HTTPError
-from urllib.request import Request, urlopen
+from urllib.request import Request, build_opener
 
 import torch
 from torch import Tensor
@@ -187,7 +187,7 @@ def probe(url: str) -> None:
         UnavailableError: It does not.
     """
     try:
-        urlopen(Request(url, headers=_HEADERS, method="HEAD"), timeout=TIMEOUT).close()
+        _open(url, "HEAD").close()
     except HTTPError as error:
         error.close()
     except (OSError, HTTPException) as error:
@@ -299,10 +299,15 @@ def _turn(home: Path, report: Report) -> Iterator[bool]:
         yield alone
 
 
+def _open(url: str, method: str) -> Any:
+    # An opener of our own: the shared one goes by the proxies of whenever it was first used.
+    return build_opener().open(Request(url, headers=_HEADERS, method=method), timeout=TIMEOUT)
+
+
 def _blocks(url: str) -> Iterator[tuple[bytes, int | None]]:
     """What a server sends, with the number of bytes that it announced."""
     try:
-        with urlopen(Request(url, headers=_HEADERS), timeout=TIMEOUT) as answer:
+        with _open(url, "GET") as answer:
             total = int(answer.headers.get("Content-Length") or 0) or None
             while block := answer.read1(_BLOCK):
                 yield block, total
