@@ -1,0 +1,154 @@
+"""Image files: found in folders, and read as the picture that a viewer would show."""
+
+from __future__ import annotations
+
+import os
+import stat
+import warnings
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+import numpy as np
+from PIL import Image, ImageOps, UnidentifiedImageError
+
+from relprop.errors import RelpropError
+
+__all__ = ["PHOTO", "SUFFIXES", "find", "names", "read"]
+
+PHOTO = Path(__file__).parent / "data" / "chelsea.jpg"
+"""The bundled photo of a cat; ``data/README.md`` says whose it is."""
+
+SUFFIXES = frozenset(
+    (
+        *(".avif", ".bmp", ".gif", ".jfif", ".jp2", ".jpe", ".jpeg", ".jpg", ".pbm", ".pgm"),
+        *(".png", ".pnm", ".ppm", ".tga", ".tif", ".tiff", ".webp"),
+    )
+)
+"""What is taken for an image in a folder; a file that is named may be called anything."""
+
+# Far more than any network sees: from here on a JPEG is decoded at a half, a quarter or an eighth of its size.
+_DRAFT_PIXELS = 32_000_000
+_DRAFT_SIDE = 2048
+
+
+def find(paths: Iterable[str | os.PathLike[str]], exclude: str | os.PathLike[str] | None = None) -> list[Path]:
+    """The image files that paths stand for.
+
+    A file stands for itself, whatever it is, and so does one that is not there: `read` says what is wrong with it. A
+    folder stands for all images below it, in sorted order, hidden ones and links to folders left out.
+
+    Args:
+        paths: Files and folders.
+        exclude: A folder that is not looked into on the way, such as that of the results.
+
+    Returns:
+        The files, each once, in the order of the paths.
+
+    Raises:
+        RelpropError: There are none.
+    """
+    given = [Path(path) for path in paths]
+    left_out = Path(exclude).resolve() if exclude is not None else None
+    files: dict[Path, Path] = {}
+    for path in given:
+        # os.path says no where a Path would raise, and leaves links alone: those are names of their own.
+        for file in _below(path, left_out) if os.path.isdir(path) else [path]:  # noqa: PTH112
+            files.setdefault(Path(os.path.abspath(file)), file)  # noqa: PTH100
+    if not files:
+        where = ", ".join(map(str, given)) or "nowhere"
+        raise RelpropError(f"There are no images in {where}; those end in {' '.join(sorted(SUFFIXES))}.")
+    return list(files.values())
+
+
+def read(path: str | os.PathLike[str]) -> Image.Image:
+    """The picture in a file, in RGB with 8 bits a colour.
+
+    It is turned as its EXIF data says, put on white where it is transparent, and the first frame where there are
+    several; 16 bits are scaled to 8.
+
+    Raises:
+        RelpropError: The file cannot be read as an image; with its name and what is wrong.
+    """
+    path = Path(path)
+    try:
+        found = path.stat()
+        if stat.S_ISDIR(found.st_mode):
+            raise RelpropError(f"{path} is a folder that cannot be looked into.")
+        if not stat.S_ISREG(found.st_mode):
+            raise RelpropError(f"{path} is no regular file.")
+        if not found.st_size:
+            raise RelpropError(f"{path} is empty.")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # Pillow remarks on large images and odd metadata, and reads them
+            with Image.open(path) as opened:
+                if opened.width * opened.height > _DRAFT_PIXELS:
+                    opened.draft(None, (_DRAFT_SIDE, _DRAFT_SIDE))
+                opened.load()
+                return _rgb(opened, path)
+    except RelpropError:
+        raise
+    except FileNotFoundError as error:
+        missing = f"{path} is a link to nothing." if path.is_symlink() else f"There is no image {path}."
+        raise RelpropError(missing) from error
+    except UnidentifiedImageError as error:
+        raise RelpropError(f"{path} is no image of a kind that can be read.") from error
+    except Image.DecompressionBombError as error:
+        most = 2 * (Image.MAX_IMAGE_PIXELS or 0) // 1_000_000
+        raise RelpropError(f"{path} has more than {most} million pixels, too many to be read; shrink it.") from error
+    except MemoryError as error:
+        raise RelpropError(f"{path} does not fit into memory; shrink it.") from error
+    except Exception as error:  # damaged files end in errors of any kind
+        reason = getattr(error, "strerror", None)  # the system's, not Pillow's: the file may be sound
+        if reason:
+            raise RelpropError(f"{path} cannot be read: {reason}.") from error
+        raise RelpropError(f"{path} is damaged or cut short: {str(error).rstrip('.') or repr(error)}.") from error
+
+
+def names(paths: Sequence[Path]) -> list[str]:
+    """A name for each of several files by which to call what is made of it, as short as tells them apart.
+
+    ``cat`` for the only ``cat.jpg``, else ``cat.jpg``, else ``pets-cat.jpg`` with as many folders as it takes.
+    """
+    parts = [path.absolute().parts[1:] for path in paths]
+    result = [path.stem.lstrip(".") or "image" for path in paths]
+    for depth in range(1, max(map(len, parts), default=0) + 1):
+        # Some file systems take Cat and cat for the same.
+        count = Counter(name.casefold() for name in result)
+        result = [
+            "-".join(part[-depth:]).lstrip(".") if count[name.casefold()] > 1 else name
+            for name, part in zip(result, parts, strict=True)
+        ]
+    count = Counter(name.casefold() for name in result)
+    return [f"{name}-{i}" if count[name.casefold()] > 1 else name for i, name in enumerate(result)]
+
+
+def _below(folder: Path, left_out: Path | None) -> list[Path]:
+    """The images in a folder and below; a folder that is closed stands for itself, so that `read` says so."""
+    files: list[Path] = []
+    closed: list[Path] = []
+    for where, folders, names in os.walk(folder, onerror=lambda error: closed.append(Path(error.filename))):
+        here = Path(where)
+        folders[:] = [f for f in folders if not f.startswith(".") and (here / f).resolve() != left_out]
+        files += [here / n for n in names if not n.startswith(".") and Path(n).suffix.lower() in SUFFIXES]
+    return sorted(files + closed)
+
+
+def _rgb(image: Image.Image, path: Path) -> Image.Image:
+    with suppress(Exception):  # damaged EXIF data, of a sound image
+        image = ImageOps.exif_transpose(image)
+    if image.mode == "F":
+        raise RelpropError(f"{path} has floating-point pixels, whose range is not known; save it with 8 or 16 bits.")
+    if image.mode.startswith("I"):  # Pillow would clip 16 bits at 255
+        values = np.asarray(image).astype(np.int64)
+        if values.min() < 0 or values.max() > 65535:
+            raise RelpropError(f"{path} has 32-bit pixels, whose range is not known; save it with 8 or 16 bits.")
+        return Image.fromarray((values / 257).round().astype(np.uint8)).convert("RGB")
+    if image.mode in ("RGBA", "RGBa", "LA", "La", "PA") or "transparency" in image.info:
+        paper = Image.new("RGBA", image.size, "white")
+        paper.alpha_composite(image.convert("RGBA"))
+        image = paper
+    picture = image.convert("RGB")
+    picture.info.clear()  # what was in the file has been applied, and must not be applied again
+    return picture

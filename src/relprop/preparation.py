@@ -1,0 +1,86 @@
+"""Preparation: how an image becomes an input."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple, TypeAlias
+
+import numpy as np
+import torch
+from PIL import Image, ImageOps
+from torch import Tensor
+
+from relprop import images
+from relprop.errors import RelpropError
+
+Picture: TypeAlias = Image.Image | str | os.PathLike[str]
+"""An image, or the path of one."""
+
+_LONGEST = 64
+
+
+class Normalization(NamedTuple):
+    """What is subtracted from red, green and blue in 0..1, and what they are divided by then."""
+
+    mean: tuple[float, ...] = (0.485, 0.456, 0.406)
+    std: tuple[float, ...] = (0.229, 0.224, 0.225)
+
+
+@dataclass(frozen=True)
+class Preparation:
+    """How an image becomes an input: the shorter side resized, the centre cropped, the colours normalised."""
+
+    resize: int = 256
+    crop: int = 224
+    interpolation: str = "bilinear"
+    normalization: Normalization = field(default_factory=Normalization)
+
+    def cropped(self, image: Picture) -> Image.Image:
+        """The part of an image that a model sees, at the size it sees it.
+
+        Raises:
+            RelpropError: The image cannot be read.
+        """
+        return _cropped(_opened(image), self)
+
+    def normalised(self, crop: Image.Image) -> Tensor:
+        """The colours of a crop as a model wants them, ``(3, H, W)``."""
+        pixels = torch.from_numpy(np.array(crop)).permute(2, 0, 1).contiguous().float() / 255
+        mean, std = (torch.tensor(values)[:, None, None] for values in self.normalization)
+        return (pixels - mean) / std
+
+
+def _opened(image: Picture) -> Image.Image:
+    if isinstance(image, str | os.PathLike):
+        return images.read(image)
+    if not isinstance(image, Image.Image):
+        raise RelpropError(f"The image is a {type(image).__name__}; pass a PIL image or a path.")
+    if not image.width or not image.height:
+        raise RelpropError("The image has no pixels.")
+    image = ImageOps.exif_transpose(image)
+    if image.mode == "F" or image.mode.startswith("I"):
+        raise RelpropError(
+            f"The image has pixels of mode {image.mode}, whose range is not known; pass its path, or make it 8 bits."
+        )
+    if image.mode in ("RGBA", "RGBa", "LA", "PA") or "transparency" in image.info:
+        paper = Image.new("RGBA", image.size, "white")
+        paper.alpha_composite(image.convert("RGBA"))
+        image = paper
+    return image.convert("RGB")
+
+
+def _cropped(image: Image.Image, preparation: Preparation) -> Image.Image:
+    """The same pixels as torchvision's ``Resize`` and ``CenterCrop``."""
+    shorter = min(image.size)
+    if max(image.size) > _LONGEST * shorter:  # a line of pixels would become a huge image before it is cropped
+        image = _centre(image, [min(side, _LONGEST * shorter) for side in image.size])
+    resized = (preparation.resize * image.width // shorter, preparation.resize * image.height // shorter)
+    image = image.resize(resized, Image.Resampling[preparation.interpolation.upper()])
+    return _centre(image, [preparation.crop] * 2)
+
+
+def _centre(image: Image.Image, size: Sequence[int]) -> Image.Image:
+    left, top = round((image.width - size[0]) / 2), round((image.height - size[1]) / 2)
+    return image.crop((left, top, left + size[0], top + size[1]))
