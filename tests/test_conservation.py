@@ -76,6 +76,26 @@ def test_paper_loses_nothing(torchvision_model: MakeModel, name: str, dtype: tor
     assert_conserves(e)
 
 
+@pytest.mark.parametrize("name", SIZES)
+def test_paper_loses_nothing_of_single_samples(torchvision_model: MakeModel, name: str) -> None:
+    """A batch of one takes other kernels, which sum in another order."""
+    model = torchvision_model(name, seed=4)
+    for kind in KINDS:
+        e = relprop.explain(model, sample(kind, (3, 32, 32) if name != "alexnet" else (3, 64, 64), torch.float32))
+        assert_conserves(e)
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+@pytest.mark.parametrize("rule", ["z+", "flat", "w2"])
+def test_thousands_of_equal_shares_add_up(rule: str, batch: int) -> None:
+    """Equal numbers round alike, so that the errors of a plain sum do not cancel."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(784, 4096, bias=False), nn.ReLU(), nn.Linear(4096, 3, bias=False)).eval()
+    e = relprop.explain(model, torch.zeros(batch, 784), overrides={"*": rule}, start="one", strict=True)
+    assert_conserves(e)
+
+
 def test_torchvision_models_have_negative_batch_norm_weights(torchvision_model: MakeModel) -> None:
     norms = [m for m in torchvision_model("resnet18", seed=3).modules() if isinstance(m, nn.BatchNorm2d)]
     assert all(norm.weight.min() < 0 and norm.running_mean.abs().max() > 0 for norm in norms)

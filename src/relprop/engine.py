@@ -23,6 +23,7 @@ from relprop.ledger import Ledger
 from relprop.merges import Shares, Split
 from relprop.plans import Override, Plan
 from relprop.result import Explanation
+from relprop.rules import Rule
 from relprop.state import State, undisturbed
 from relprop.sweep import Record, Sweep
 from relprop.trace import trace
@@ -131,7 +132,7 @@ def explain(
         wanted = requests.layers(layers, sweep.plan.graph)
         beginning = requests.start(start, targets, shapes[-1])
         record = sweep.forward(x.detach())
-        _verify(known, (key, x.shape), module, x, record)
+        _verify(known, (sweep.folded, x.shape), module, x, record)
         output = record.output.clone()  # a model may return its input, which is the user's
         targets = output.argmax(1) if targets is None else targets.to(output.device)
         relevance, scale = beginning(output, targets)
@@ -175,6 +176,9 @@ def _sweep(known: _Known, *request: Any) -> tuple[Any, Sweep]:
     requests.check_plan(*request)
     preset, split, identity_skips, overrides = request
     key = (preset, split, identity_skips, tuple((overrides or {}).items()))
+    if any(callable(value) and not isinstance(value, Rule | Split) for value in (split, *(overrides or {}).values())):
+        # A user's function may hold on to anything, even to the model: its plan is made anew each time.
+        return None, Sweep(plans.make(known.graph, preset, split, identity_skips, overrides))
     if key not in known.sweeps:
         known.sweeps[key] = Sweep(plans.make(known.graph, preset, split, identity_skips, overrides))
     return key, known.sweeps[key]
@@ -182,6 +186,8 @@ def _sweep(known: _Known, *request: Any) -> tuple[Any, Sweep]:
 
 def _shapes(known: _Known, key: Any, sweep: Sweep, x: Tensor) -> tuple[tuple[int, ...], ...]:
     """The shape of every node's value, worked out without computing any, once for each shape of the input."""
+    if key is None:
+        return sweep.shapes(x)
     key = (key, x.shape, x.dtype)
     if key not in known.shapes:
         known.shapes[key] = sweep.shapes(x)
@@ -189,7 +195,7 @@ def _shapes(known: _Known, key: Any, sweep: Sweep, x: Tensor) -> tuple[tuple[int
 
 
 def _verify(known: _Known, key: Any, module: nn.Module, x: Tensor, record: Record) -> None:
-    """Refuses an output that is not finite, or not the model's own; the latter once for each plan and shape."""
+    """Refuses an output that is not finite, or not the model's own; the latter once for each shape."""
     if not torch.isfinite(record.output).all():
         bad = int((~torch.isfinite(record.output)).any(1).nonzero()[0])
         msg = (

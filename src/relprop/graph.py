@@ -21,7 +21,7 @@ class Node:
         name: Unique name: the module's, with ``#1`` and so on for later calls, or the enclosing module's and the
             operation's.
         operator: What it computes.
-        module: The module that does it, or None for a function.
+        kinds: The types of the modules that it stands in, from the outermost to its own.
         calls: The module calls that it stands in, from the outermost to its own.
         source: Where in the model's code it was written.
         nonnegative: Whether its values are known to be never negative.
@@ -36,7 +36,7 @@ class Node:
 
     name: str
     operator: Operator
-    module: nn.Module | None
+    kinds: tuple[type[nn.Module], ...]
     calls: tuple[Call, ...]
     source: str
     nonnegative: bool = False

@@ -28,33 +28,36 @@ SUFFIXES = frozenset(
 )
 """What is taken for an image in a folder; a file that is named may be called anything."""
 
+_SAVED = frozenset(("manifest.json", "relevance.npy"))  # what a saved explanation always has
+
 # Far more than any network sees: from here on a JPEG is decoded at a half, a quarter or an eighth of its size.
 _DRAFT_PIXELS = 32_000_000
 _DRAFT_SIDE = 2048
 
 
-def find(paths: Iterable[str | os.PathLike[str]], exclude: str | os.PathLike[str] | None = None) -> list[Path]:
+def find(paths: Iterable[str | os.PathLike[str]]) -> list[Path]:
     """The image files that paths stand for.
 
     A file stands for itself, whatever it is, and so does one that is not there: `read` says what is wrong with it. A
-    folder stands for all images below it, in sorted order, hidden ones and links to folders left out.
+    folder stands for all images below it, in sorted order; hidden ones, links to folders and the pictures of saved
+    explanations are left out.
 
     Args:
         paths: Files and folders.
-        exclude: A folder that is not looked into on the way, such as that of the results.
 
     Returns:
         The files, each once, in the order of the paths.
 
     Raises:
-        RelpropError: There are none.
+        RelpropError: There are none, or a path is empty.
     """
-    given = [Path(path) for path in paths]
-    left_out = Path(exclude).resolve() if exclude is not None else None
+    given = list(paths)
+    if "" in given:
+        raise RelpropError("One of the images has an empty name.")
     files: dict[Path, Path] = {}
-    for path in given:
+    for path in map(Path, given):
         # os.path says no where a Path would raise, and leaves links alone: those are names of their own.
-        for file in _below(path, left_out) if os.path.isdir(path) else [path]:  # noqa: PTH112
+        for file in _below(path) if os.path.isdir(path) else [path]:  # noqa: PTH112
             files.setdefault(Path(os.path.abspath(file)), file)  # noqa: PTH100
     if not files:
         where = ", ".join(map(str, given)) or "nowhere"
@@ -75,7 +78,8 @@ def read(path: str | os.PathLike[str]) -> Image.Image:
     try:
         found = path.stat()
         if stat.S_ISDIR(found.st_mode):
-            raise RelpropError(f"{path} is a folder that cannot be looked into.")
+            closed = not os.access(path, os.R_OK | os.X_OK)
+            raise RelpropError(f"{path} is a folder {'that may not be looked into' if closed else 'and no image'}.")
         if not stat.S_ISREG(found.st_mode):
             raise RelpropError(f"{path} is no regular file.")
         if not found.st_size:
@@ -109,29 +113,37 @@ def read(path: str | os.PathLike[str]) -> Image.Image:
 def names(paths: Sequence[Path]) -> list[str]:
     """A name for each of several files by which to call what is made of it, as short as tells them apart.
 
-    ``cat`` for the only ``cat.jpg``, else ``cat.jpg``, else ``pets-cat.jpg`` with as many folders as it takes.
+    ``cat`` for the only ``cat.jpg``, else ``cat.jpg``, else ``pets-cat``, else ``pets-cat.jpg``, and so on.
     """
-    parts = [path.absolute().parts[1:] for path in paths]
-    result = [path.stem.lstrip(".") or "image" for path in paths]
-    for depth in range(1, max(map(len, parts), default=0) + 1):
-        # Some file systems take Cat and cat for the same.
-        count = Counter(name.casefold() for name in result)
-        result = [
-            "-".join(part[-depth:]).lstrip(".") if count[name.casefold()] > 1 else name
-            for name, part in zip(result, parts, strict=True)
-        ]
+    depth = max((len(path.absolute().parts) for path in paths), default=1)
+    result = [""] * len(paths)
+    for parents in range(depth - 1):
+        for whole in (False, True):
+            # Some file systems take Cat and cat for the same.
+            count = Counter(name.casefold() for name in result)
+            result = [
+                name if name and count[name.casefold()] == 1 else _name(path, parents, whole)
+                for name, path in zip(result, paths, strict=True)
+            ]
     count = Counter(name.casefold() for name in result)
     return [f"{name}-{i}" if count[name.casefold()] > 1 else name for i, name in enumerate(result)]
 
 
-def _below(folder: Path, left_out: Path | None) -> list[Path]:
+def _name(path: Path, parents: int, whole: bool) -> str:
+    """A file's name with those of some of the folders that it is in."""
+    parts = [*path.absolute().parts[1:-1], path.name if whole else path.stem]
+    return "-".join(parts[-parents - 1 :]).lstrip(".-") or "image"
+
+
+def _below(folder: Path) -> list[Path]:
     """The images in a folder and below; a folder that is closed stands for itself, so that `read` says so."""
     files: list[Path] = []
     closed: list[Path] = []
     for where, folders, names in os.walk(folder, onerror=lambda error: closed.append(Path(error.filename))):
-        here = Path(where)
-        folders[:] = [f for f in folders if not f.startswith(".") and (here / f).resolve() != left_out]
-        files += [here / n for n in names if not n.startswith(".") and Path(n).suffix.lower() in SUFFIXES]
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        if not _SAVED.issubset(names):
+            there = [Path(where, name) for name in names if not name.startswith(".")]
+            files += [file for file in there if file.suffix.lower() in SUFFIXES]
     return sorted(files + closed)
 
 

@@ -69,6 +69,13 @@ class LinearMap(ABC):
 class Dense(LinearMap):
     """A matrix on the last axis: ``nn.Linear``."""
 
+    def spread(self, s: Tensor, shape: Sequence[int]) -> Tensor:
+        # Summed by torch, pairwise: a product with ones would round thousands of equal numbers to the same side.
+        return s.sum(-1, keepdim=True).expand(*s.shape[:-1], shape[-1])
+
+    def fan(self, shape: Sequence[int]) -> Tensor:
+        return self.weight.new_full((1, *shape[:-1], self.weight.shape[0]), shape[-1])
+
     def scaled(self, scale: Tensor, shift: Tensor) -> Dense:
         """The map followed by one factor and one shift an output: a batch norm folded in."""
         bias = shift if self.bias is None else self.bias * scale + shift

@@ -322,7 +322,7 @@ def _matches(node: Node, key: Any) -> bool:
     if isinstance(key, int):
         return node.block == key
     if isinstance(key, type):
-        return isinstance(node.module, key)
+        return any(issubclass(kind, key) for kind in node.kinds)
     return any(fnmatchcase(name, key) for name in (node.name, *(name for name, _ in node.calls)))
 
 

@@ -109,6 +109,10 @@ class Sweep:
             treatment = self.plan.treatments[i]
             if isinstance(treatment, Rule):
                 treatment.check(inputs[0])
+            if treatment == FOLD and inputs[0].ndim != 2 and isinstance(self._fold(node.inputs[0]), Dense):
+                msg = f"{node.name} does not normalise the outputs of {self.plan.graph.nodes[node.inputs[0]].name}"
+                msg += f" but another axis, and cannot be folded into it; use overrides={{{node.name!r}: 'pass'}}."
+                raise RelpropError(msg)
             if isinstance(treatment, Pooling) and isinstance(node.operator, MaxPool):
                 treatment.check(node.name, node.operator, inputs[0].shape, values[i].shape)
         shapes = tuple(tuple(v.shape) if isinstance(v, Tensor) else () for v in values)
@@ -119,13 +123,26 @@ class Sweep:
 
     def _value(self, i: int, node: Node, inputs: Sequence[Any]) -> Any:
         op = node.operator
-        if i in self._norm_of:
+        if self._folds(i, inputs[0]):
             return self._fold(i)(inputs[0])
-        if isinstance(op, BatchNorm) and self._norm_of.get(node.inputs[0]) == i:
+        if (
+            isinstance(op, BatchNorm)
+            and self._norm_of.get(node.inputs[0]) == i
+            and self._folds(node.inputs[0], inputs[0])
+        ):
             return inputs[0]
         if i in self._in_place and isinstance(op, Elementwise) and op.in_place is not None:
             return op.in_place(inputs[0])
         return op.forward(*inputs)
+
+    @property
+    def folded(self) -> frozenset[int]:
+        """The linear maps that are computed with the batch norm behind them: all that a plan changes going forward."""
+        return frozenset(self._norm_of)
+
+    def _folds(self, i: int, a: Any) -> bool:
+        """Whether a node is computed with the batch norm behind it; of a matrix' outputs, only the last axis is one."""
+        return i in self._norm_of and (a.ndim == 2 or not isinstance(self._fold(i), Dense))
 
     def _fold(self, i: int) -> LinearMap:
         """The linear map at a node with the batch norm behind it folded in."""

@@ -66,6 +66,11 @@ def trace(model: nn.Module) -> Graph:
 class _Proxy(fx.Proxy):
     """A symbolic value that tells ``h += y``, which writes into ``h``, from ``h = h + y``."""
 
+    def __getattr__(self, name: str) -> Any:
+        if name in ("T", "mT", "data"):  # written down here, where it is read, and not where it is used
+            return self.tracer.create_proxy("call_function", getattr, (self, name), {})
+        return super().__getattr__(name)
+
     def __iadd__(self, other: Any) -> fx.Proxy:
         return self.tracer.create_proxy("call_function", operator.iadd, (self, other), {})
 
@@ -88,6 +93,7 @@ class _Tracer(fx.Tracer):
         self.around: dict[fx.Node, tuple[Call, ...]] = {}
         self._stack: tuple[Call, ...] = ()
         self._counts: dict[str, int] = {}
+        self.kinds: dict[str, type[nn.Module]] = {}
         # While fx traces, it looks at every call of every module in the process. Those of other threads are none of
         # its business.
         self._thread = threading.get_ident()
@@ -100,6 +106,7 @@ class _Tracer(fx.Tracer):
         name = self.path_of_module(m)
         count = self._counts.get(name, 0)
         self._counts[name] = count + 1
+        self.kinds[name] = type(m)
         outside = self._stack
         self._stack = (*outside, (name, count))
         try:
@@ -150,12 +157,12 @@ def _nodes(model: nn.Module, recorded: fx.Graph, tracer: _Tracer) -> list[Node]:
     value: dict[fx.Node, Any] = {}  # what stands for an fx node now: a Ref, or a constant
     names: dict[str, int] = {}
 
-    def add(name: str, operation: Operator, n: fx.Node, module: nn.Module | None = None) -> Ref:
+    def add(name: str, operation: Operator, n: fx.Node) -> Ref:
         count = names.get(name, 0)
         names[name] = count + 1
-        nodes.append(
-            Node(f"{name}#{count}" if count else name, operation, module, tracer.around.get(n, ()), _source(n))
-        )
+        calls = tracer.around.get(n, ())
+        kinds = tuple(tracer.kinds[call] for call, _ in calls)
+        nodes.append(Node(f"{name}#{count}" if count else name, operation, kinds, calls, _source(n)))
         return Ref(len(nodes) - 1)
 
     for n in recorded.nodes:
@@ -178,7 +185,7 @@ def _nodes(model: nn.Module, recorded: fx.Graph, tracer: _Tracer) -> list[Node]:
         operation = _operator(target, module, args, kwargs, n, nodes)
         owner = next((call[0] for call in reversed(tracer.around.get(n, ()))), "")
         name = str(n.target) if module is not None else f"{owner}.{operation.label}".lstrip(".")
-        value[n] = add(name, operation, n, module)
+        value[n] = add(name, operation, n)
         mutated = _mutated(n, module)
         if mutated is not None and isinstance(value[mutated], Ref) and not isinstance(operation, operators.Scalar):
             # Whoever reads that tensor from here on reads the new value: the one name stands for the other.
@@ -197,13 +204,17 @@ def _operator(
         target, args, function = args[1], args[:1], operator.attrgetter(args[1])
     if target in SHAPES or (all(scalar) and target in ARITHMETIC):
         return operators.Scalar("shape", tuple(inputs), operators.bound(function, args, kwargs))
+    if "input" in kwargs:  # torch's own name for the first argument
+        args, kwargs = (kwargs["input"], *args), {k: v for k, v in kwargs.items() if k != "input"}
     builder = operators.find(target)
     label = target if isinstance(target, str) else getattr(target, "__name__", str(target))
+    unknown = operators.Unknown(label, tuple(inputs), operators.bound(module or function, args, kwargs))
     if builder is None or (any(scalar) and not _takes_numbers(builder)):
-        run = module if module is not None else function
-        return operators.Unknown(label, tuple(inputs), operators.bound(run, args, kwargs))
+        return unknown
     try:
         return builder(*([module] if module is not None else []), *args, **kwargs)
+    except (TypeError, StopIteration):  # called in a way that the vocabulary does not know
+        return unknown
     except RelpropError as error:
         where = str(n.target) if module is not None else label
         msg = f"{where} ({_source(n)}): {error}."
