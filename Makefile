@@ -8,10 +8,13 @@ STAMP := $(VENV)/.installed
 WORKERS ?= 2
 
 .DEFAULT_GOAL := help
-.PHONY: help test lint types pytest bench format clean
+.PHONY: help demo test lint types pytest bench format clean
 
 help: ## show this list
 	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 10
+
+demo: $(STAMP) ## explain the bundled photo with a real ResNet-50, which is fetched once; ends with the picture's path
+	$(BIN)/relprop explain --out out/demo $(ARGS)
 
 test: lint types pytest ## everything that must pass: ruff, mypy, pytest
 

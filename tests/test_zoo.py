@@ -10,7 +10,6 @@ import threading
 from collections.abc import Iterator
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
-from importlib import util
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -416,15 +415,14 @@ def test_models_load_by_name_and_want_images_of_their_own_size(name: str, size: 
     assert model.outputs == 1000
 
 
-@pytest.mark.skipif(util.find_spec("timm") is not None, reason="timm is installed")
-def test_a_missing_timm_is_named() -> None:
+def test_a_missing_timm_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    import_torchvision()
+    monkeypatch.setitem(sys.modules, "timm", None)  # what Python itself does for a module that is not to be found
     with pytest.raises(RelpropError, match=r"timm:resnet18 needs timm; install it with pip install 'relprop\[timm\]'"):
         load("timm:resnet18", "random")
 
 
 def test_timm_models_load_by_name(tmp_path: Path) -> None:
-    import_torchvision()
-    pytest.importorskip("timm")
     model = load("timm:resnet18", "random", classes=list("abc"))
     torch.save({"model": model.module.state_dict()}, tmp_path / "x.pth")
     again = load("timm:resnet18", tmp_path / "x.pth", classes=list("abc"))
