@@ -167,6 +167,8 @@ class Convolution(LinearMap):
         return y
 
     def _transpose(self, s: Tensor, weight: Tensor, shape: Sequence[int], groups: int) -> Tensor:
+        if self._by_phases_pays(weight, groups):
+            return self._by_phases(s, weight, shape)
         padded = [n + extra for n, extra in zip(shape[1:], self._extra, strict=True)]
         none = [0] * len(self.stride)
         # The kernel asks for the input only to learn its shape: this one is never written nor read.
@@ -178,6 +180,28 @@ class Convolution(LinearMap):
         for axis, n in enumerate(shape[1:], start=2):
             r = r.narrow(axis, 0, n) if r.shape[axis] != n else r
         return r
+
+    def _by_phases_pays(self, weight: Tensor, groups: int) -> bool:
+        """Whether this is a first layer of images: strided, with so few input channels that the kernel starves."""
+        same = len(self.stride) == 2 and self.stride[0] == self.stride[1] > 1
+        return same and groups == 1 and self.dilation == [1, 1] and weight.shape[1] <= 4 and not any(self._extra)
+
+    def _by_phases(self, s: Tensor, weight: Tensor, shape: Sequence[int]) -> Tensor:
+        """The transpose as one convolution of stride one, whose channels are the pixels of each step.
+
+        Input ``y`` sees output ``j`` through tap ``k = y + p - t j``. With ``y + p = t u + f``, only the taps
+        ``f + t m`` meet phase ``f``, at ``j = u - m``: a convolution with the flipped kernel of each phase.
+        """
+        t = self.stride[0]
+        taps = [-(-k // t) for k in weight.shape[2:]]
+        over = [n * t - k for n, k in zip(taps, weight.shape[2:], strict=True)]
+        phases = F.pad(weight, (0, over[1], 0, over[0])).unflatten(3, (taps[1], t)).unflatten(2, (taps[0], t))
+        kernel = phases.permute(1, 3, 5, 0, 2, 4).flip(4, 5).flatten(0, 2)
+        steps = F.conv2d(s, self._packed(kernel), padding=[n - 1 for n in taps])
+        # What lies beyond the last window is seen by no output.
+        near = [-p for p in self._padding]
+        far = [n - (t * m - p) for n, m, p in zip(shape[1:], steps.shape[2:], self._padding, strict=True)]
+        return F.pad(F.pixel_shuffle(steps, t), (near[1], far[1], near[0], far[0]))
 
 
 class Window(LinearMap):

@@ -66,13 +66,14 @@ class Split:
         """
         return [main] if self.main_only else [i for i in range(count) if i not in closed]
 
-    def __call__(self, branches: Sequence[Tensor], count: int, r: Tensor) -> Handed:
+    def __call__(self, branches: Sequence[Tensor], count: int, r: Tensor, nonnegative: Sequence[bool] = ()) -> Handed:
         """Hands the relevance of a sum to those of its branches that get something.
 
         Args:
             branches: Their values, broadcast to the sum's shape; may be empty where nobody weighs them.
             count: Their number.
             r: Relevance of the sum, ``(T, B, ...)``.
+            nonnegative: Which of them are known to have no negative values.
 
         Returns:
             Relevance of each of them, and what was absorbed.
@@ -83,14 +84,17 @@ class Split:
         if count == 1:
             return Handed((r,), {})
         if self.weights is not None:
-            return self._in_proportion([self.weights(h) for h in branches], r)
+            # The magnitude of what is not negative is itself, and not ours to write over.
+            own = [self is not RATIO or not known for known in nonnegative or [False] * count]
+            weights = [self.weights(h) if mine else h for h, mine in zip(branches, own, strict=True)]
+            return self._in_proportion(weights, r, own)
         shares = self.shares(tuple(branches)) if self.shares else [1 / count] * count
         if not isinstance(shares, Sequence) or len(shares) != count:
             msg = f"The split {self.name} has to give a list or tuple of {count} shares, one for each branch."
             raise RelpropError(msg)
         return Handed(tuple(r * share for share in shares), {})
 
-    def _in_proportion(self, weights: Sequence[Tensor], r: Tensor) -> Handed:
+    def _in_proportion(self, weights: Sequence[Tensor], r: Tensor, own: Sequence[bool]) -> Handed:
         """``R_b = w_b / (sum w + eps) R``; where all weights are zero, equal parts."""
         whole = _sum(weights)
         absorbed = {}
@@ -103,7 +107,11 @@ class Split:
             nothing = whole <= tiny(whole.dtype)
             whole.masked_fill_(nothing, torch.inf)
         part = over(r, whole)
-        handed = [part * w for w in weights]
+        single = len(part) == 1 and self is RATIO
+        handed = [
+            w.mul_(part[0])[None] if mine and single else part * w for w, mine in zip(weights[:-1], own, strict=False)
+        ]
+        handed.append(part.mul_(weights[-1]))
         if nothing is not None:
             even = r * nothing / len(weights)
             handed = [h + even for h in handed]

@@ -257,17 +257,17 @@ class Sweep:
             if treatment.rule is None:
                 return Handed((op.pool.winners(a, record.values[i], r),), {})
             linear: LinearMap = (op.halves if treatment.halves else op.pool).average(a)
-            return treatment.rule(linear, a, r, nonnegative=self._nonnegative(node))
+            return treatment.rule(linear, a, r, nonnegative=self._is_nonnegative(node.inputs[0]))
         if isinstance(op, Mapped) and isinstance(treatment, Rule):
             # A rule that looks at no input value was given none: only the shape matters.
             a = record.values.get(node.inputs[0], r.new_empty(()).expand(record.shapes[node.inputs[0]]))
             norm = self._norm_of.get(i)
             linear = self._fold(i) if norm is not None and self.plan.treatments[norm] == FOLD else op.map(a)
-            return treatment(linear, a, r, nonnegative=self._nonnegative(node))
+            return treatment(linear, a, r, nonnegative=self._is_nonnegative(node.inputs[0]))
         return Handed((r,), {})
 
-    def _nonnegative(self, node: Node) -> bool:
-        return self.plan.graph.nodes[node.inputs[0]].nonnegative
+    def _is_nonnegative(self, i: int) -> bool:
+        return self.plan.graph.nodes[i].nonnegative
 
     def _part(self, i: int, op: Sum, split: Split, r: Tensor, record: Record) -> Handed:
         """Splits relevance among the branches of a sum; a constant is one more, with nobody behind it."""
@@ -279,7 +279,8 @@ class Sweep:
             if op.constant is not None:
                 values.append(torch.as_tensor(op.constant, dtype=r.dtype, device=r.device))
             branches = [values[b].expand(record.shapes[i]) for b in takers]
-        handed = split(branches, len(takers), r)
+        known = [b < len(node.inputs) and op.factors[b] > 0 and self._is_nonnegative(node.inputs[b]) for b in takers]
+        handed = split(branches, len(takers), r, known)
         relevance: list[Tensor | None] = [None] * len(node.inputs)
         absorbed = dict(handed.absorbed)
         for b, share in zip(takers, handed.relevance, strict=True):
