@@ -8,10 +8,23 @@ if TYPE_CHECKING:
     from relprop.errors import RelpropError
     from relprop.heatmap import heat_quantization
     from relprop.lrp import LRP
+    from relprop.metrics import insertion_deletion
     from relprop.result import Explanation
+    from relprop.study import evaluate
     from relprop.zoo import Model, load
 
-__all__ = ["LRP", "Explanation", "Model", "RelpropError", "explain", "heat_quantization", "load", "plan"]
+__all__ = [
+    "LRP",
+    "Explanation",
+    "Model",
+    "RelpropError",
+    "evaluate",
+    "explain",
+    "heat_quantization",
+    "insertion_deletion",
+    "load",
+    "plan",
+]
 __version__ = "0.1.0"
 
 _ROOMS = {
@@ -19,8 +32,10 @@ _ROOMS = {
     "Explanation": "result",
     "Model": "zoo",
     "RelpropError": "errors",
+    "evaluate": "study",
     "explain": "engine",
     "heat_quantization": "heatmap",
+    "insertion_deletion": "metrics",
     "load": "zoo",
     "plan": "engine",
 }

@@ -13,36 +13,24 @@ import json
 import signal
 import sys
 import traceback
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, replace
-from functools import cache, cached_property
+from collections.abc import Sequence
+from dataclasses import asdict, replace
 from io import TextIOWrapper
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from relprop import __version__
+from relprop import __version__, cli_study
 from relprop.errors import RelpropError
+from relprop.runs import DONE, SOME_FAILED, Row, Run, load_model
 
 if TYPE_CHECKING:
-    from PIL.Image import Image
-    from rich.console import Console
-    from rich.progress import Progress
-
-    from relprop.plans import Plan
-    from relprop.result import Explanation
-    from relprop.zoo import Model
+    pass
 
 __all__ = ["app", "main"]
 
-Row: TypeAlias = dict[str, Any]
-"""What there is to say of one explained image, in JSON types."""
-Seen: TypeAlias = "tuple[Path, Image, Explanation, Row]"
-"""An image file, what the model saw of it, and its explanation."""
-
-DONE, SOME_FAILED, NOTHING_DONE, INTERRUPTED = 0, 1, 2, 130
+NOTHING_DONE, INTERRUPTED = 2, 130
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
 
@@ -129,7 +117,7 @@ def explain(
     folders = {path: out / name for path, name in zip(paths, names(paths), strict=True)}
     quantization = {"edges": edges, "levels": levels} if quantize else None
     how = {"preset": preset, "split": split, "identity_skips": identity_skips}
-    run = _Run(paths, model, weights, classes, target, how, start, batch_size, strict)
+    run = Run(paths, model, weights, classes, target, how, start, batch_size, strict)
     rows: list[Row] = []
     with figure.workplace(out) as work, run.bar:
         for path, photo, explanation, row in run:
@@ -175,7 +163,7 @@ def plan(
 
     import relprop
 
-    net = _load(model, weights)
+    net = load_model(model, weights)
     x = torch.zeros(1, 3, net.preparation.crop, net.preparation.crop)
     made = relprop.plan(net, x, preset=preset, split=split, identity_skips=identity_skips)
     if as_json:
@@ -216,7 +204,7 @@ def check(
     from relprop.images import PHOTO, find
 
     how = {"preset": preset, "split": split, "identity_skips": identity_skips}
-    run = _Run(find(images or [PHOTO]), model, weights, classes, target, how, start, batch_size)
+    run = Run(find(images or [PHOTO]), model, weights, classes, target, how, start, batch_size)
     rows: list[Row] = []
     with run.bar:
         for *_, row in run:
@@ -263,139 +251,8 @@ def models(as_json: AsJson = False) -> None:
     typer.echo(f"\nThe cache is {folder()}; torchvision:NAME and timm:NAME take any model of theirs.")
 
 
-@dataclass
-class _Run:
-    """A walk over images, in batches; what cannot be read or explained is noted, and the rest goes on."""
-
-    paths: Sequence[Path]
-    model: str
-    weights: str
-    classes: Path | None
-    target: str
-    how: dict[str, Any]
-    start: str
-    batch_size: int
-    strict: bool = False
-    failures: list[dict[str, str]] = field(default_factory=list)
-
-    @cached_property
-    def net(self) -> Model:
-        """Loaded when the first image has been read: a wrong path is not worth a download."""
-        self.bar.stop()  # for that of the download
-        net = _load(self.model, self.weights, self.classes)
-        self.bar.start()
-        return net
-
-    @cached_property
-    def plan(self) -> Plan:
-        import relprop
-
-        return relprop.plan(self.net, **self.how)
-
-    @cached_property
-    def index(self) -> int | None:
-        """The target's number; None for the predicted one."""
-        return None if self.target == "predicted" else self.net.find_class(self.target)
-
-    @cached_property
-    def bar(self) -> Progress:
-        from rich.progress import MofNCompleteColumn, Progress, TimeRemainingColumn
-
-        columns = (*Progress.get_default_columns()[:2], MofNCompleteColumn(), TimeRemainingColumn())
-        return Progress(*columns, console=_stderr(), transient=True, disable=not _stderr().is_terminal)
-
-    def about(self) -> dict[str, Any]:
-        """What was run, in JSON types."""
-        weights = asdict(self.net.source) if "net" in self.__dict__ else None
-        return {"model": self.model, "weights": weights, **self.how, "start": self.start, "strict": self.strict}
-
-    def __iter__(self) -> Iterator[Seen]:
-        """The images that could be explained, one after another."""
-        from relprop.images import read
-
-        batch: list[tuple[Path, Image]] = []
-        task = self.bar.add_task("explaining", total=len(self.paths))
-        for number, path in enumerate(self.paths, 1):
-            with self.noting(path):
-                batch.append((path, read(path)))
-            if batch and (len(batch) == self.batch_size or number == len(self.paths)):
-                yield from self._explained(batch)
-                batch = []
-            self.bar.update(task, completed=number - len(batch))
-
-    def _explained(self, batch: list[tuple[Path, Image]]) -> Iterator[Seen]:
-        import torch
-
-        import relprop
-        from relprop.figure import sample
-
-        _ = self.plan, self.index  # what no image can mend ends the run
-        x = torch.stack([self.net.prepare(picture) for _, picture in batch])
-        try:
-            e = relprop.explain(self.net, x, self.index, **self.how, start=self.start, strict=self.strict)
-        except RelpropError as error:
-            if len(batch) > 1:  # one by one, to find whose fault it is
-                for each in batch:
-                    yield from self._explained([each])
-            else:
-                self.failures.append({"image": str(batch[0][0]), "error": str(error)})
-            return
-        for i, (path, picture) in enumerate(batch):
-            one = sample(e, i)
-            yield path, self.net.crop(picture), one, _row(path, self.net, one)
-
-    @contextmanager
-    def noting(self, path: Path) -> Iterator[None]:
-        """Notes why an image failed."""
-        try:
-            yield
-        except RelpropError as error:
-            self.failures.append({"image": str(path), "error": str(error)})
-        except OSError as error:
-            reason = error.strerror or f"the disk may be full ({error})"
-            sentence = f"The results for {path} cannot be written: {reason}."
-            self.failures.append({"image": str(path), "error": sentence})
-
-    def say(self, text: str, *, unless: bool) -> None:
-        """Prints a result, out of the way of the progress bar."""
-        if not unless:
-            self.bar.stop()
-            typer.echo(text)
-            self.bar.start()
-
-    def finish(self) -> int:
-        """Lists what failed, and gives the exit code."""
-        for failure in self.failures:
-            typer.echo(f"error: {failure['error']}", err=True)
-        return SOME_FAILED if self.failures else DONE
-
-
-def _row(path: Path, net: Model, e: Explanation) -> Row:
-    probability = e.output[0].double().softmax(0)
-    best = probability.topk(min(5, len(probability)))
-
-    def about(index: int) -> dict[str, Any]:
-        name, synset = (names[index] if names else None for names in (net.classes, net.synsets))
-        return {"class": index, "name": name, "synset": synset, "probability": float(probability[index])}
-
-    leaks = {node: float(e.ledger.entry([i]).leak.max()) for i, node in enumerate(e.ledger.nodes)}
-    worst = max(leaks, key=lambda node: leaks[node])
-    absorbed = {
-        f"{cause} at {e.ledger.nodes[node]}": float((amount / e.ledger.start).abs().max())
-        for node, causes in e.ledger.absorbed.items()
-        for cause, amount in causes.items()
-    }
-    return {
-        "image": str(path),
-        "top": [about(index) for index in best.indices.tolist()],
-        "target": about(int(e.target[0])),
-        "start": float(e.start[0]),
-        "conservation_error": float(e.ledger.error.max()),
-        "largest_leak": leaks[worst],
-        "leaks_most": worst,
-        "absorbed": sum(absorbed.values()),
-        "absorbs_most": max(absorbed, key=lambda where: absorbed[where], default=None),
-    }
+for _verb in (cli_study.evaluate, cli_study.table, cli_study.methods):
+    app.command()(_verb)
 
 
 def _name(about: dict[str, Any]) -> str:
@@ -426,30 +283,6 @@ def _audit_text(row: Row) -> str:
 
 def _print_json(content: dict[str, Any]) -> None:
     typer.echo(json.dumps({"relprop": __version__, **content}, indent=2))
-
-
-@cache
-def _stderr() -> Console:
-    from rich.console import Console
-
-    return Console(stderr=True, markup=False, highlight=False, emoji=False, soft_wrap=True)
-
-
-def _load(model: str, weights: str, classes: Path | None = None) -> Model:
-    """Loads a model, with all that there is to say about it on stderr."""
-    from rich.progress import BarColumn, DownloadColumn, Progress
-
-    from relprop.zoo import load
-
-    console = _stderr()
-    columns = ("fetching", BarColumn(), DownloadColumn())
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
-        task = bar.add_task("", visible=False)
-
-        def progress(done: int, total: int | None) -> None:
-            bar.update(task, completed=done, total=total, visible=True)
-
-        return load(model, weights, classes=classes, report=console.print, progress=progress)
 
 
 def _sentence(error: Exception) -> str:
