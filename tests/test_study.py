@@ -14,6 +14,7 @@ import pytest
 from PIL import Image
 
 from relprop import RelpropError, zoo
+from relprop.cli import main
 from relprop.study import Journal, Row, estimate, evaluate, tabulate
 
 METHODS = ["paper", "random+hq"]
@@ -184,3 +185,27 @@ def test_bad_requests_get_one_sentence(model: zoo.Model, photos: Path) -> None:
         evaluate(model.module, photos)
     with pytest.raises(RelpropError, match="no rows"):
         tabulate([])
+
+
+def test_the_verbs_of_a_shell(photos: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def relprop(*arguments: object) -> tuple[int, str, str]:
+        with pytest.raises(SystemExit) as stop:
+            main([str(a) for a in arguments])
+        out, err = capsys.readouterr()
+        return int(stop.value.code or 0), out, err
+
+    asked = ("--model", "resnet18", "--weights", "random", "--metrics", "sparseness", "--limit", 2, "--out", tmp_path)
+    code, out, err = relprop("evaluate", photos, "--methods", "random,centre", *asked)
+    assert code == 0, err
+    assert "| random | " in out
+    code, out, _ = relprop("table", tmp_path, "--reference", "centre", "--format", "csv")
+    assert code == 0
+    assert [row["method"] for row in csv.DictReader(io.StringIO(out))] == ["centre", "random"]
+    code, out, err = relprop("table", tmp_path / "nothing")
+    assert (code, out) == (2, "")
+    assert "holds no study" in err
+    code, out, _ = relprop("evaluate", photos, "--methods", "grad-kam", *asked)
+    assert (code, out) == (2, "")
+    code, out, _ = relprop("methods")
+    assert code == 0
+    assert len(out.splitlines()) > 30

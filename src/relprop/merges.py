@@ -52,6 +52,10 @@ class Split:
         return self.weights is not None or self.shares is not None
 
     @property
+    def _by_magnitude(self) -> bool:
+        return self.weights is torch.abs
+
+    @property
     def keeps_sign(self) -> bool:
         """Whether relevance that is nowhere negative stays so; of a user's function, nothing is known."""
         return self.shares is None and self.epsilon is None
@@ -85,7 +89,7 @@ class Split:
             return Handed((r,), {})
         if self.weights is not None:
             # The magnitude of what is not negative is itself, and not ours to write over.
-            own = [self is not RATIO or not known for known in nonnegative or [False] * count]
+            own = [not self._by_magnitude or not known for known in nonnegative or [False] * count]
             weights = [self.weights(h) if mine else h for h, mine in zip(branches, own, strict=True)]
             return self._in_proportion(weights, r, own)
         shares = self.shares(tuple(branches)) if self.shares else [1 / count] * count
@@ -100,14 +104,14 @@ class Split:
         absorbed = {}
         nothing = None
         if self.epsilon is not None:
-            eps = torch.where(whole < 0, -self.epsilon, self.epsilon).to(whole.dtype)
+            eps = torch.where(whole < 0, -1.0, 1.0).to(whole.dtype) * self.epsilon
             whole = whole + eps
             absorbed["epsilon"] = total(r / whole * eps)
         elif whole.amin() <= tiny(whole.dtype):
             nothing = whole <= tiny(whole.dtype)
             whole.masked_fill_(nothing, torch.inf)
         part = over(r, whole)
-        single = len(part) == 1 and self is RATIO
+        single = len(part) == 1 and self._by_magnitude
         handed = [
             w.mul_(part[0])[None] if mine and single else part * w for w, mine in zip(weights[:-1], own, strict=False)
         ]

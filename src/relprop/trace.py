@@ -26,7 +26,7 @@ from relprop.graph import Call, Graph, Node
 from relprop.operators import ARITHMETIC, SHAPES, Elementwise, Operator, Ref, Sum
 from relprop.state import undisturbed
 
-_TRACING = threading.RLock()
+TRACING = threading.RLock()
 """fx traces one model at a time in a process."""
 
 
@@ -42,14 +42,14 @@ def trace(model: nn.Module) -> Graph:
     Raises:
         RelpropError: If its code cannot be traced.
     """
-    tracer = _Tracer()
+    tracer = Tracer()
     defaults = {
         name: p.default
         for name, p in list(inspect.signature(model.forward).parameters.items())[1:]
         if p.default is not inspect.Parameter.empty
     }
     # Tracing runs the model's own code, which may store what it computes on the model, or draw at random.
-    with _TRACING, undisturbed(model):
+    with TRACING, undisturbed(model):
         try:
             recorded = tracer.trace(model, concrete_args=defaults or None)
         except Exception as error:
@@ -84,7 +84,7 @@ class _Proxy(fx.Proxy):
         return self.tracer.create_proxy("call_function", operator.itruediv, (self, other), {})
 
 
-class _Tracer(fx.Tracer):
+class Tracer(fx.Tracer):
     """Records, with each node, the calls of modules around it and its line; leaves other threads alone."""
 
     def __init__(self) -> None:
@@ -134,7 +134,7 @@ class _Tracer(fx.Tracer):
 # -- from fx to nodes --
 
 
-def _nodes(model: nn.Module, recorded: fx.Graph, tracer: _Tracer) -> list[Node]:
+def _nodes(model: nn.Module, recorded: fx.Graph, tracer: Tracer) -> list[Node]:
     """Turns what fx recorded into nodes: constants evaluated, in-place operations made safe, dead code left out."""
     # fx asserts that arguments with defaults keep them; what only serves that is left out.
     asserts: set[fx.Node] = set()
@@ -186,10 +186,10 @@ def _nodes(model: nn.Module, recorded: fx.Graph, tracer: _Tracer) -> list[Node]:
         owner = next((call[0] for call in reversed(tracer.around.get(n, ()))), "")
         name = str(n.target) if module is not None else f"{owner}.{operation.label}".lstrip(".")
         value[n] = add(name, operation, n)
-        mutated = _mutated(n, module)
-        if mutated is not None and isinstance(value[mutated], Ref) and not isinstance(operation, operators.Scalar):
+        written = mutated(n, module)
+        if written is not None and isinstance(value[written], Ref) and not isinstance(operation, operators.Scalar):
             # Whoever reads that tensor from here on reads the new value: the one name stands for the other.
-            aliases = _aliases(nodes, value[mutated])
+            aliases = _aliases(nodes, value[written])
             value.update({key: value[n] for key, old in value.items() if isinstance(old, Ref) and old in aliases})
     return _reachable(nodes, value[result])
 
@@ -243,7 +243,7 @@ def _evaluate(n: fx.Node, module: nn.Module | None, args: Any, kwargs: Any) -> A
         return n.target(*args, **kwargs)  # type: ignore[operator] # of a call_function node, it is a function
 
 
-def _mutated(n: fx.Node, module: nn.Module | None) -> fx.Node | None:
+def mutated(n: fx.Node, module: nn.Module | None) -> fx.Node | None:
     """The fx node whose tensor this one writes into, if it does."""
     name = n.target if isinstance(n.target, str) else getattr(n.target, "__name__", "")
     in_place = (
