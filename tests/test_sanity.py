@@ -89,7 +89,8 @@ class TestSimilarity:
         assert similarity(torch.ones(1, 8, 8), torch.rand(1, 8, 8)).tolist() == [0]
 
     def test_structural_similarity(self):
-        metrics = pytest.importorskip("skimage.metrics")
+        from skimage import metrics
+
         generator = torch.Generator().manual_seed(0)
         a, b = (torch.rand(1, 20, 24, generator=generator).double() for _ in range(2))
         b = 0.5 * a + b
