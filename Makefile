@@ -36,7 +36,7 @@ format: $(STAMP) ## rewrite the code as `lint` wants it
 	$(BIN)/ruff format .
 
 clean: ## remove what can be made again, .venv included
-	rm -rf $(VENV) build dist out runs .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(BIN)/python:

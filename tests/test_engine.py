@@ -11,6 +11,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -1191,3 +1192,33 @@ def test_samples_that_do_not_stay_apart_are_refused(computed: list[str], batch: 
     model = seeded(lambda: Functional(forward, frame=nn.Linear(4, 2), fc=nn.Linear(6, 3)))
     words = ("flatten", "test_engine.py:", f"batch of {batch}", "samples")
     assert_refused(model, noise(batch, 3, 4), {}, words, computed)
+
+
+def test_one_element_written_behind_torchs_back_is_noticed() -> None:
+    model, x = nn.Sequential(nn.Linear(100, 40), nn.ReLU(), nn.Linear(40, 3)).eval(), torch.rand(1, 100)
+    relprop.explain(model, x)
+    model[0].weight.data[0, 22] = 5000.0
+    expected = relprop.explain(copy.deepcopy(model), x).relevance
+    assert torch.equal(relprop.explain(model, x).relevance, expected)
+    model[0].weight.data.copy_(model[0].weight.data.flip(0))  # the same values, at other places
+    expected = relprop.explain(copy.deepcopy(model), x).relevance
+    assert torch.equal(relprop.explain(model, x).relevance, expected)
+
+
+def test_a_write_into_weights_that_do_not_lie_densely_is_noticed() -> None:
+    model, x = nn.Sequential(nn.Linear(5, 4), nn.ReLU(), nn.Linear(4, 3)).eval(), torch.rand(1, 5)
+    model[0].weight = nn.Parameter(torch.randn(5, 4).T)
+    relprop.explain(model, x)
+    model[0].weight.data.mul_(-1)
+    expected = relprop.explain(copy.deepcopy(model), x).relevance
+    torch.testing.assert_close(relprop.explain(model, x).relevance, expected)
+
+
+def test_zbox_takes_its_bounds_from_the_models_normalisation() -> None:
+    module = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(16, 3)).eval()
+    x = (torch.rand(1, 3, 4, 4) - 0.5) / 0.01
+    loaded = SimpleNamespace(module=module, normalization=((0.5,) * 3, (0.01,) * 3))
+    given = relprop.explain(module, x, preset="epsilon-gamma-box", overrides={"0": rules.zbox(-50.0, 50.0, 1e-6)})
+    told = relprop.explain(loaded, x, preset="epsilon-gamma-box")
+    torch.testing.assert_close(told.relevance, given.relevance)
+    assert not torch.allclose(relprop.explain(module, x, preset="epsilon-gamma-box").relevance, told.relevance)

@@ -86,7 +86,7 @@ def from_torchvision(request: Request) -> Made:
     Raises:
         RelpropError: There is no such model, or its weights cannot be had.
     """
-    models = _torchvision().models
+    models = torchvision().models
     known = models.list_models(module=models)
     name = request.bare.lower()
     kind = "torchvision:" if ":" in request.name else ""
@@ -226,7 +226,12 @@ def _preparation(entry: Any) -> Preparation:
     )
 
 
-def _torchvision() -> Any:
+def torchvision() -> Any:
+    """torchvision, made to work where its compiled part does not match.
+
+    Raises:
+        RelpropError: It is not installed.
+    """
     try:
         return import_torchvision()
     except ImportError as error:
@@ -243,7 +248,7 @@ def from_timm(request: Request) -> Made:
         RelpropError: There is no timm, no such model, or its weights cannot be had.
     """
     try:
-        _torchvision()  # first, for timm imports it too
+        torchvision()  # first, for timm imports it too
         timm = importlib.import_module("timm")
     except ImportError as error:
         raise RelpropError(f"{request.name} needs timm; install it with pip install 'relprop[timm]'.") from error

@@ -17,16 +17,13 @@ from collections.abc import Sequence
 from dataclasses import asdict, replace
 from io import TextIOWrapper
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 import typer
 
 from relprop import __version__, cli_study
 from relprop.errors import RelpropError
 from relprop.runs import DONE, SOME_FAILED, Row, Run, load_model
-
-if TYPE_CHECKING:
-    pass
 
 __all__ = ["app", "main"]
 
@@ -232,10 +229,10 @@ def models(as_json: AsJson = False) -> None:
     Any torchvision:NAME and timm:NAME can be used as well, and a checkpoint file instead of a name of weights.
     """
     from relprop import zoo
-    from relprop.compat import import_torchvision
+    from relprop.catalogue import torchvision
     from relprop.weights import folder
 
-    weights_of = import_torchvision().models.get_model_weights
+    weights_of = torchvision().models.get_model_weights
     rows = []
     for name in zoo.names():
         labels = [entry.name.lower() for entry in weights_of(name) if entry.meta.get("categories")]

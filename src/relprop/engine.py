@@ -66,8 +66,7 @@ def plan(
         split: Split at merges, instead of the preset's: a name, or a function from the branches to their shares.
         identity_skips: Whether identity skips get relevance.
         overrides: From a name pattern (``"layer4.*"``), a module type or a block number to what is to be done there:
-            a rule, a split, a
-            stand-in for a max pool, ``"fold"`` or ``"pass"`` for a batch norm; later ones win.
+            a rule, a split, a stand-in for a max pool, ``"fold"`` or ``"pass"`` for a batch norm; later ones win.
 
     Returns:
         The plan; ``print`` shows a line a node.
@@ -78,7 +77,7 @@ def plan(
     module = requests.module(model)
     with _computing(requests.device(module)):
         known = _known(module)
-        key, sweep = _sweep(known, preset, split, identity_skips, overrides)
+        key, sweep = _sweep(known, preset, split, identity_skips, overrides, requests.pixels(model))
         if x is None:
             return sweep.plan
         requests.check_input(x, module)
@@ -104,15 +103,13 @@ def explain(
         model: A module in evaluation mode, or what ``relprop.load`` returns; nothing is changed on it.
         x: A batch of inputs.
         target: The class to explain: None for the predicted one, a number for all samples, a list or ``(B,)`` tensor
-            with one a sample,
-            a ``(B, T)`` tensor for several of each sample.
+            with one a sample, a ``(B, T)`` tensor for several of each sample.
         preset: See :func:`plan`, as for ``split``, ``identity_skips`` and ``overrides``.
         split: As there.
         identity_skips: As there.
         overrides: As there.
         start: What the target starts with: ``"probability"``, ``"logit"``, ``"one"``, a tensor shaped like the
-            target, or one shaped like
-            the output for a start at every class.
+            target, or one shaped like the output for a start at every class.
         layers: Names of modules at whose inputs the relevance is to be kept, for ``relevance_at``.
         strict: Whether to raise at the first leak that no cause explains.
 
@@ -126,7 +123,7 @@ def explain(
     requests.check_input(x, module)
     with _computing(x.device):
         known = _known(module)
-        key, sweep = _sweep(known, preset, split, identity_skips, overrides)
+        key, sweep = _sweep(known, preset, split, identity_skips, overrides, requests.pixels(model))
         shapes = _shapes(known, key, sweep, x)
         targets = requests.targets(target, shapes[-1])
         wanted = requests.layers(layers, sweep.plan.graph)
@@ -173,14 +170,14 @@ def _known(module: nn.Module) -> _Known:
 
 
 def _sweep(known: _Known, *request: Any) -> tuple[Any, Sweep]:
-    requests.check_plan(*request)
-    preset, split, identity_skips, overrides = request
-    key = (preset, split, identity_skips, tuple((overrides or {}).items()))
+    preset, split, identity_skips, overrides, pixels = request
+    requests.check_plan(preset, split, identity_skips, overrides)
+    key = (preset, split, identity_skips, tuple((overrides or {}).items()), pixels)
     if any(callable(value) and not isinstance(value, Rule | Split) for value in (split, *(overrides or {}).values())):
         # A user's function may hold on to anything, even to the model: its plan is made anew each time.
-        return None, Sweep(plans.make(known.graph, preset, split, identity_skips, overrides))
+        return None, Sweep(plans.make(known.graph, *request))
     if key not in known.sweeps:
-        known.sweeps[key] = Sweep(plans.make(known.graph, preset, split, identity_skips, overrides))
+        known.sweeps[key] = Sweep(plans.make(known.graph, *request))
     return key, known.sweeps[key]
 
 

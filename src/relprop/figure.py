@@ -144,7 +144,8 @@ def sample(e: Explanation, i: int) -> Explanation:
         absorbed={n: {cause: one(amount) for cause, amount in c.items()} for n, c in e.ledger.absorbed.items()},
     )
     parts = {name: getattr(e, name)[i : i + 1] for name in ("relevance", "target", "start", "output")}
-    return replace(e, ledger=ledger, **parts)
+    layers = {call: relevance[i : i + 1] for call, relevance in e.layers.items()}
+    return replace(e, ledger=ledger, layers=layers, **parts)
 
 
 def pictures(
@@ -197,7 +198,9 @@ def workplace(folder: Path) -> Iterator[Path]:
 
 
 def save(explanation: Explanation, pictures: Mapping[str, RGB], work: Path, folder: Path) -> list[Path]:
-    """Writes pictures, arrays and a manifest into a folder, all of them or none; `Explanation.load` reads it.
+    """Writes pictures, arrays and a manifest into a folder; `Explanation.load` reads it.
+
+    Everything is made elsewhere first, so that what cannot be made costs nothing that was there.
 
     What an earlier call wrote there is replaced, and other files are left alone.
 

@@ -7,7 +7,7 @@ node. It can be read before anything runs, and it refuses what cannot be done wh
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from typing import Any
@@ -97,9 +97,7 @@ class Preset:
 
 _MIXED = epsilon(0.01, relative=True)
 _RELEASED = zplus(1e-5)
-_AS_RELEASED = Rule(
-    "epsilon(+1e-05)", epsilon(bias=False).parts, epsilon=1e-5, unsigned=True, conserves=False, keeps_sign=False
-)
+_AS_RELEASED = Rule("epsilon(+1e-05)", epsilon(bias=False).parts, epsilon=1e-5, unsigned=True, keeps_sign=False)
 _ZENNIT = epsilon(1e-6)
 _NORM = epsilon(1e-6, bias=False)
 
@@ -193,6 +191,7 @@ def make(
     split: str | Split | Shares | None = None,
     identity_skips: bool = True,
     overrides: Mapping[Any, Override] | None = None,
+    pixels: tuple[tuple[float, ...], tuple[float, ...]] | None = None,
 ) -> Plan:
     """Decides what every node gets.
 
@@ -201,9 +200,9 @@ def make(
         preset: Name of a preset.
         split: Split at merges, instead of the preset's.
         identity_skips: Whether identity skips get relevance.
-        overrides: From a name pattern (``"layer4.*"``), a module type or a block number to a rule, a split, a stand-
-            in for a max pool,
-            ``"fold"`` or ``"pass"``; later ones win.
+        overrides: From a name pattern (``"layer4.*"``), a module type or a block number to a rule, a split, a
+            stand-in for a max pool, ``"fold"`` or ``"pass"``; later ones win.
+        pixels: Smallest and largest value of a pixel, by channel, for the rule that needs them; ImageNet's if not told.
 
     Raises:
         RelpropError: If there is no such preset, an override fits nothing, or an operator has no rule.
@@ -212,7 +211,10 @@ def make(
         msg = f"There is no preset {preset!r}; there are {', '.join(PRESETS)}."
         raise RelpropError(msg)
     chosen = merges.split(split) if split is not None else PRESETS[preset].split
-    treatments = [_treat(node, PRESETS[preset], chosen, _upper(graph, node)) for node in graph]
+    table = PRESETS[preset]
+    if pixels is not None and table.first.name.startswith("zB"):
+        table = replace(table, first=zbox(*pixels, epsilon=table.first.epsilon))
+    treatments = [_treat(node, table, chosen, _upper(graph, node)) for node in graph]
     for key, value in (overrides or {}).items():
         _override(graph, treatments, key, _named(value))
     for node, treatment in zip(graph, treatments, strict=True):
@@ -324,8 +326,3 @@ def _matches(node: Node, key: Any) -> bool:
     if isinstance(key, type):
         return any(issubclass(kind, key) for kind in node.kinds)
     return any(fnmatchcase(name, key) for name in (node.name, *(name for name, _ in node.calls)))
-
-
-def names(graph: Graph) -> Sequence[str]:
-    """All names that may be asked for: nodes and modules."""
-    return list(dict.fromkeys([node.name for node in graph] + [name for name, _ in graph.calls]))

@@ -67,6 +67,16 @@ def module(model: Any) -> nn.Module:
     return inner
 
 
+def pixels(model: Any) -> tuple[tuple[float, ...], tuple[float, ...]] | None:
+    """The smallest and largest value that a pixel can have, by channel, where the model tells its normalisation."""
+    normalization = None if isinstance(model, nn.Module) else getattr(model, "normalization", None)
+    if normalization is None:
+        return None
+    mean, std = normalization
+    low, high = (tuple((end - m) / s for m, s in zip(mean, std, strict=True)) for end in (0.0, 1.0))
+    return low, high
+
+
 def device(model: nn.Module) -> torch.device:
     """Where a model lies; the CPU for one without tensors."""
     return next((t.device for t in [*model.parameters(), *model.buffers()]), torch.device("cpu"))

@@ -125,7 +125,7 @@ class Explanation:
 
         Args:
             folder: where to; made if it is missing.
-            images: one image a sample to lay the heatmaps over, as `relprop.overlay` takes them.
+            images: one image a sample to lay the heatmaps over, as `relprop.heatmap.overlay` takes them.
             quantize: paint the quantized maps too.
             colorbar: add colour bars to the pictures.
 

@@ -88,7 +88,6 @@ class Rule:
         epsilon: Stabiliser, or None for the exact form.
         relative: Whether epsilon counts in units of the root mean square of the sample's outputs.
         unsigned: Whether epsilon is added as it is, instead of with the denominator's sign.
-        conserves: Whether the rule promises to lose nothing.
         keeps_sign: Whether relevance that is nowhere negative stays so.
     """
 
@@ -97,7 +96,6 @@ class Rule:
     epsilon: float | None = None
     relative: bool = False
     unsigned: bool = False
-    conserves: bool = True
     keeps_sign: bool = True
 
     def __str__(self) -> str:
@@ -234,7 +232,7 @@ def epsilon(value: float = 1e-6, *, relative: bool = False, bias: bool = True) -
     """
     part = Part((Term(same, same),), bias=same if bias else None)
     name = f"epsilon({value:g}{' rms' if relative else ''})"
-    return Rule(name, (part,), epsilon=value, relative=relative, conserves=False, keeps_sign=False)
+    return Rule(name, (part,), epsilon=value, relative=relative, keeps_sign=False)
 
 
 def zplus(epsilon: float | None = None, *, bias: bool = False) -> Rule:
@@ -300,7 +298,7 @@ def gamma(value: float = 0.25, epsilon: float = 1e-6, *, bias: bool = True) -> R
         Part((Term(positive, up), Term(negative, down)), bias=up if bias else None, sign=1),
         Part((Term(positive, down), Term(negative, up)), bias=down if bias else None, sign=-1),
     )
-    return Rule(f"gamma({value:g})", parts, epsilon=epsilon, conserves=False, keeps_sign=False)
+    return Rule(f"gamma({value:g})", parts, epsilon=epsilon, keeps_sign=False)
 
 
 def alpha_beta(alpha: float = 2.0, beta: float = 1.0, epsilon: float | None = None, *, bias: bool = False) -> Rule:
@@ -334,7 +332,7 @@ def _excitation(name: str, part: Part, epsilon: float | None, bias: bool) -> Rul
         raise RelpropError(msg)
     part = replace(part, bias=positive if bias else None)
     name = name if epsilon is None else f"{name} (+{epsilon:g})"
-    return Rule(name, (part,), epsilon=epsilon, conserves=epsilon is None)
+    return Rule(name, (part,), epsilon=epsilon)
 
 
 NAMES: dict[str, Callable[[], Rule]] = {

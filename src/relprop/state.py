@@ -16,8 +16,9 @@ class State:
     """Remembers a model's tensors and settings well enough to notice that they changed.
 
     Every tensor is known by its memory and its version, which ``load_state_dict``, an optimiser's step and ``.to(...)``
-    change; writes that torch does not count (through ``.data`` or numpy) are noticed by a sample of each tensor's
-    values. Every module is known by its type, its hooks and its settings, such as a stride.
+    change. Writes that torch does not count (through ``.data`` or numpy) are noticed by the sum of all bits, and by
+    some of the values themselves, since a sum does not see that two have changed places. Every module is known by its
+    type, its hooks and its settings, such as a stride.
 
     Args:
         model: The model; no reference to it is kept.
@@ -25,15 +26,19 @@ class State:
 
     def __init__(self, model: nn.Module) -> None:
         self._facts = _facts(model)
-        self._views = [_sample(t) for m in model.modules() for t in _tensors(m) if t.is_floating_point()]
-        self._sample = self._values()
+        tensors = [t.detach() for m in model.modules() for t in _tensors(m) if t.is_floating_point() and t.numel()]
+        self._dense = [_memory(t) for t in tensors if _is_dense(t)]
+        self._others = [t for t in tensors if not _is_dense(t)]
+        self._then = self._values()
 
     def holds(self, model: nn.Module) -> bool:
         """Whether the model is still as it was."""
-        return _facts(model) == self._facts and torch.equal(self._values(), self._sample)
+        return _facts(model) == self._facts and torch.equal(self._values(), self._then)
 
     def _values(self) -> Tensor:
-        return torch.cat(self._views) if self._views else torch.empty(0)
+        memory = [*self._dense, *(_memory(t.contiguous()) for t in self._others)]
+        sums = [torch.stack([bits.sum() for bits in memory])] if memory else []
+        return torch.cat([*sums, *(_sample(bits) for bits in memory), torch.zeros(0, dtype=torch.int64)])
 
 
 @contextmanager
@@ -82,14 +87,20 @@ def _fact(value: Any) -> Hashable:
     return value if value.__class__ in _PLAIN else id(value)
 
 
-def _sample(tensor: Tensor, count: int = 64) -> Tensor:
-    """A view of some elements, spread over the tensor's memory."""
-    tensor = tensor.detach()
-    dense = tensor.is_contiguous() or (tensor.ndim == 4 and tensor.is_contiguous(memory_format=torch.channels_last))
-    if not dense or not tensor.numel():
-        return tensor.flatten()[:count].clone()
-    count = min(count, tensor.numel())
-    # An odd step walks through all columns of a matrix whose width is a power of two.
-    step = tensor.numel() // count
+def _is_dense(tensor: Tensor) -> bool:
+    return tensor.is_contiguous() or (tensor.ndim == 4 and tensor.is_contiguous(memory_format=torch.channels_last))
+
+
+def _memory(tensor: Tensor) -> Tensor:
+    """The bits of a dense tensor, as they lie in memory: a view of whole numbers, the longest that fit."""
+    flat = tensor.as_strided((tensor.numel(),), (1,))
+    pairs = flat.element_size() == 8 or (len(flat) % 2 == 0 and flat.storage_offset() % 2 == 0)
+    return flat.view(torch.int64 if pairs else torch.int32)
+
+
+def _sample(bits: Tensor, count: int = 32) -> Tensor:
+    """Some elements, spread over the memory; an odd step walks through all columns of a matrix."""
+    count = min(count, len(bits))
+    step = len(bits) // count
     step -= step > 1 and step % 2 == 0
-    return tensor.as_strided((count,), (step,))
+    return bits[: count * step : step].to(torch.int64)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -97,6 +98,10 @@ class Model:
         raise RelpropError(f"There is no class {text!r}{nearest(text, self.classes)}.")
 
 
+def _tell(text: str) -> None:
+    print(text, file=sys.stderr)
+
+
 def names() -> list[str]:
     """The models that go by their bare names; ``torchvision:NAME`` and ``timm:NAME`` take any of theirs."""
     return list(NAMES)
@@ -120,7 +125,8 @@ def load(
             imagenet1k_v1, else keras. For ``timm:NAME``, ``"auto"`` is timm's own.
         classes: The names of the classes, or a text file with one a line. The number of classes is the checkpoint's;
             1000 are taken for ImageNet's unless this says otherwise.
-        report: Told, in lines for a person, what is fetched and which weights were taken.
+        report: Told, in lines for a person, what is fetched and which weights were taken; with ``"auto"`` weights, that
+            goes to stderr unless told otherwise.
         progress: Told of downloads, ``progress(done, total)`` in bytes; total may be None.
 
     Returns:
@@ -130,7 +136,8 @@ def load(
         RelpropError: If there is no such model or are no such weights, they cannot be had or do not fit, or the classes
             do not fit.
     """
-    report, progress = report or quiet, progress or quiet
+    # Which weights "auto" took must not stay a secret: they differ in more than their numbers.
+    report, progress = report or (_tell if weights == "auto" else quiet), progress or quiet
     wanted = None if classes is None else read(classes)
     kind, _, bare = name.rpartition(":")
     make = {"": from_torchvision, "torchvision": from_torchvision, "timm": from_timm}.get(kind.lower())
