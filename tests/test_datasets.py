@@ -339,7 +339,7 @@ def test_loading_stops_when_nobody_asks_and_a_bad_image_is_named(tmp_path: Path)
     dataset = many(tmp_path)
     loader = batches(dataset, lambda _: torch.zeros(1), 2)
     next(loader)
-    loader.close()  # type: ignore[attr-defined]
+    loader.close()  # type: ignore[attr-defined] # an iterator by type, a generator in fact
     for thread in [t for t in threading.enumerate() if t.name.startswith("relprop-decode")]:
         thread.join(5)
     assert not waiting()

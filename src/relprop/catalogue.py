@@ -121,7 +121,7 @@ def from_torchvision(request: Request) -> Made:
     _fill(module, file, name)
     if about.get("architecture") == keras.ARCHITECTURE:
         for layer in (module.layer2, module.layer3, module.layer4):
-            block: Any = layer[0]  # type: ignore[index]
+            block: Any = layer[0]  # type: ignore[index] # torch types any child as a tensor or a module
             block.conv1.stride, block.conv2.stride = block.conv2.stride, block.conv1.stride
         preparation = Preparation(normalization=Normalization(keras.MEAN, keras.STD))
     else:
@@ -281,7 +281,8 @@ def from_timm(request: Request) -> Made:
         wants["interpolation"],
         Normalization(tuple(wants["mean"]), tuple(wants["std"])),
     )
-    return Made(module, source, preparation, module.num_classes, assumed=choice not in (*_RANDOM, "auto"))  # type: ignore[arg-type]
+    outputs: Any = module.num_classes  # a number, which torch's types do not know
+    return Made(module, source, preparation, outputs, assumed=choice not in (*_RANDOM, "auto"))
 
 
 def _timm_pretrained(request: Request, build: Callable[..., nn.Module]) -> tuple[nn.Module, Source]:
