@@ -334,6 +334,15 @@ class TestPublishedProtocol:
         torch.testing.assert_close(scores.curves.insertion.fraction[0], torch.linspace(0, 1, 101).double())
         assert float(scores.insertion) == pytest.approx(0.5)
 
+    def test_fewer_points_are_points_of_the_same_curve(self):
+        model, x = net(), torch.randn(2, 3, 16, 16, generator=torch.Generator().manual_seed(1))
+        ask = {"normalization": IMAGENET, "protocol": "otsuki2024", "step": 6}
+        every = insertion_deletion(model, x, distinct(2, 16, 16), 0, **ask).curves.deletion
+        some = insertion_deletion(model, x, distinct(2, 16, 16), 0, points=15, **ask).curves.deletion
+        assert every.fraction.shape == (2, 43)
+        torch.testing.assert_close(some.fraction, every.fraction[:, ::3])
+        torch.testing.assert_close(some.probability, every.probability[:, ::3], rtol=0, atol=1e-6)
+
     def test_fixes_what_it_fixes(self):
         model, x = net(), torch.randn(1, 3, 16, 16)
         with pytest.raises(RelpropError, match="settles ties"):
@@ -396,6 +405,21 @@ class TestOptions:
         assert torch.equal(default.score, told.score)
         assert torch.equal(truth.score, other.score)
         assert not torch.equal(truth.score, told.score)
+
+    def test_several_classes_cost_one(self):
+        pair = torch.tensor([[3, 0], [1, 4]])
+        ask = {"normalization": IMAGENET, "seeds": 2}
+        tied = heat_quantization(self.maps)
+        both = insertion_deletion(self.model, self.x, tied, scored=pair, **ask)
+        assert both.score.shape == both.spread.shape == (2, 2)
+        assert both.curves.insertion.probability.shape == (2, 2, 26)
+        for i in range(2):
+            one = insertion_deletion(self.model, self.x, tied, scored=pair[:, i], **ask)
+            mine = both.only(i)
+            assert one.forwards == mine.forwards == both.forwards
+            for name in ("insertion", "deletion", "score", "spread"):
+                torch.testing.assert_close(getattr(mine, name), getattr(one, name))
+            torch.testing.assert_close(mine.curves.deletion.probability, one.curves.deletion.probability)
 
     def test_black_is_the_loaded_models(self):
         loaded = SimpleNamespace(module=self.model, normalization=IMAGENET)

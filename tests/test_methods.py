@@ -16,7 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import relprop
-from relprop import RelpropError, methods
+from relprop import RelpropError, heat_quantization, methods
+from relprop.heatmap import Edges
 from relprop.methods import Method, cam, perturbation
 from relprop.methods.captum_methods import Windows
 from relprop.methods.unshared import shadow, unshared
@@ -64,7 +65,8 @@ def total(maps: Tensor) -> Tensor:
 def test_the_registry_has_every_method_of_the_paper_and_around_it() -> None:
     wanted = {
         *("paper", "released", "mixture", "released-mixture", "epsilon", "epsilon-plus-flat", "epsilon-gamma-box"),
-        *("i", "ii", "iii", "iv", "paper-i", "paper-ii", "paper-iii", "paper-iv"),
+        *("i", "ii", "iii", "iv", "paper-i", "paper-ii", "paper-iii", "paper-iv", "paper-winner", "paper-2x2"),
+        "paper-folded",
         *("captum-lrp", "captum-lrp-mixture", "captum-lrp-sums", "integrated-gradients", "guided-backprop", "deeplift"),
         *("gradient-x-input", "saliency", "smoothgrad", "gradient-shap", "zennit-epsilon-plus-flat"),
         *("grad-cam", "grad-cam++", "layer-cam", "full-grad", "score-cam", "rise", "lime", "kernel-shap"),
@@ -621,3 +623,20 @@ def test_a_method_of_one_s_own_is_found_and_checked(
     broken = Method("broken", "own", "none", 1, "me", lambda model, x, target: torch.cat([]))  # noqa: ARG005
     with pytest.raises(RelpropError, match="broken cannot explain ResNet"):
         broken(resnet, images, TARGET)
+
+
+@pytest.mark.parametrize("suffix", ["+sum", "+hq", "+hq3", "+hq-released", "+hq3-released"])
+def test_a_suffix_sums_and_quantises(suffix: str, resnet: nn.Module, images: Tensor) -> None:
+    whole = methods.get("paper")(resnet, images, TARGET).sum(1, keepdim=True)
+    maps = methods.get(f"paper{suffix}")(resnet, images, TARGET)
+    edges: Edges = "released" if suffix.endswith("released") else "paper"
+    expected = whole if suffix == "+sum" else heat_quantization(whole, 3 if "3" in suffix else 8, edges)
+    torch.testing.assert_close(maps, expected)
+
+
+def test_what_the_paper_leaves_open_makes_a_difference(resnet: nn.Module, images: Tensor) -> None:
+    maps = {name: methods.get(name)(resnet, images, TARGET) for name in ("paper", "paper-winner", "paper-2x2")}
+    assert not torch.allclose(maps["paper"], maps["paper-winner"], rtol=1e-2, atol=0)
+    assert not torch.allclose(maps["paper"], maps["paper-2x2"], rtol=1e-2, atol=0)
+    for name in ("paper-winner", "paper-folded"):
+        torch.testing.assert_close(total(methods.get(name)(resnet, images, TARGET)), total(maps["paper"]))

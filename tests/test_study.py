@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from relprop import RelpropError, zoo
+from relprop import RelpropError, insertion_deletion, methods, zoo
 from relprop.cli import main
 from relprop.study import Journal, Row, estimate, evaluate, tabulate
 
@@ -114,6 +114,20 @@ def test_killed_at_random_moments_and_continued_it_ends_the_same(photos: Path, t
         with Journal(folder / "journal.sqlite") as journal:
             tables.append(str(tabulate(journal, "random+hq")))
     assert tables[0] == tables[1]
+
+
+def test_rows_tell_the_score_of_the_other_class_too(model: zoo.Model, photos: Path) -> None:
+    study = evaluate(model, photos, ["paper"], protocol="both", limit=2, points=5, seeds=1)
+    assert all(row.label != row.target for row in study.rows)  # an untrained net's guesses among 1,000
+    for row in study.rows:
+        x = model.prepare(next(photos.rglob(row.image)))[None]
+        maps = methods.get("paper+sum")(model, x, row.target)
+        published = {"protocol": "otsuki2024"} if row.protocol == "otsuki2024" else {"seeds": 1}
+        for scored, name in ((row.label, "true"), (row.target, "explained")):
+            alone = insertion_deletion(model, x, maps, scored=scored, points=5, **published)
+            mine = (name == "true") == (row.protocol == "otsuki2024")
+            number = row.values["score" if mine else f"score of the {name} class"]
+            assert number == pytest.approx(float(alone.score), abs=1e-4)
 
 
 def test_two_halves_merge(tmp_path: Path) -> None:

@@ -25,7 +25,10 @@ def evaluate(
     protocol: Annotated[
         Literal["tie-safe", "otsuki2024", "both"], typer.Option(help="How insertion and deletion are measured.")
     ] = "tie-safe",
-    points: Annotated[int, typer.Option(min=2, help="Points of a tie-safe curve.")] = 26,
+    points: Annotated[
+        int | None, typer.Option(min=2, help="Points of a curve; by default 26, or the 101 that were published.")
+    ] = None,
+    seeds: Annotated[int, typer.Option(min=1, help="Random orders in which tied pixels are taken.")] = 3,
     limit: Annotated[int | None, typer.Option(min=1, help="At most so many images, spread over the classes.")] = None,
     seed: Annotated[int, typer.Option(help="Which ones.")] = 0,
     batch_size: Annotated[int, typer.Option(min=1, help="Images that are explained at once.")] = 8,
@@ -43,8 +46,10 @@ def evaluate(
     """
     from rich.progress import MofNCompleteColumn, Progress, TimeRemainingColumn
 
+    from relprop.memory import keep_freed
     from relprop.study import evaluate as run
 
+    keep_freed()
     net = load_model(model, weights)
     columns = (*Progress.get_default_columns()[:2], MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=stderr(), transient=True, disable=not stderr().is_terminal) as bar:
@@ -53,7 +58,7 @@ def evaluate(
         def progress(done: int, total: int) -> None:
             bar.update(task, completed=done, total=total)
 
-        settings: dict[str, Any] = {"points": points, "limit": limit, "seed": seed, "precision": precision}
+        settings: dict[str, Any] = {"points": points, "seeds": seeds, "limit": limit, "seed": seed}
         study = run(
             net,
             data,
@@ -62,6 +67,7 @@ def evaluate(
             protocol=protocol,
             out=out,
             batch_size=batch_size,
+            precision=precision,
             progress=progress,
             **settings,
         )

@@ -70,6 +70,25 @@ def _ablation(name: str, preset: str) -> Method:
     return Method(name, "lrp", _LAWS[preset], 3, f"{_OTSUKI}; {split}, {skips}", run)
 
 
+_VARIANTS: Mapping[str, tuple[Mapping[Any, Any], str]] = {
+    "winner": ({nn.MaxPool2d: "winner"}, "max pools: the winner takes all"),
+    "2x2": ({nn.MaxPool2d: "average-2x2"}, "max pools: the released code's 2x2 average"),
+    "folded": ({nn.BatchNorm2d: "fold"}, "batch norms folded into their convolutions"),
+}
+"""What the paper leaves open, otherwise settled."""
+
+
+def _variant(name: str) -> Method:
+    overrides, what = _VARIANTS[name]
+
+    def run(model: nn.Module, x: Tensor, target: Tensor) -> Tensor:
+        kinds = {type(module) for module in model.modules()}
+        there = {kind: treatment for kind, treatment in overrides.items() if kind in kinds}
+        return _run(model, x, target, overrides=there)
+
+    return Method(f"paper-{name}", "lrp", _LAWS["paper"], 3, f"{_OTSUKI}; {what}", run)
+
+
 METHODS = (
     *(
         Method(name, "lrp", law, 3, _CITATIONS.get(name, _OTSUKI), partial(_run, preset=name))
@@ -77,5 +96,6 @@ METHODS = (
     ),
     *(_ablation(name, "released") for name in _ABLATIONS),
     *(_ablation(f"paper-{name}", "paper") for name in _ABLATIONS),
+    *map(_variant, _VARIANTS),
 )
 assert {method.name for method in METHODS} >= PRESETS.keys()

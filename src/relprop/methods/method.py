@@ -45,7 +45,9 @@ class Method:
         citation: Where it was published.
         run: What computes it: ``(module, x, target, **options) -> attributions``.
         spatial: Whether it knows places only, ``(B, 1, H, W)``, or each channel of them, like the input.
-        edges: The edges of Heat Quantization, where the maps go through it.
+        summed: Whether the channels are summed.
+        edges: The edges of Heat Quantization, where the maps, summed, go through it.
+        levels: Its number of levels.
     """
 
     name: str
@@ -55,7 +57,9 @@ class Method:
     citation: str
     run: Callable[..., Tensor] = field(repr=False)
     spatial: bool = False
+    summed: bool = False
     edges: Edges | None = None
+    levels: int = 8
 
     @property
     def options(self) -> Mapping[str, Any]:
@@ -84,7 +88,7 @@ class Method:
 
         Returns:
             The attributions, ``(B, C, H, W)`` like the input, or ``(B, 1, H, W)`` from a method that is ``spatial`` or
-            quantized. To rank pixels, sum the channels.
+            ``summed``. To rank pixels, sum the channels.
 
         Raises:
             RelpropError: If the request cannot be met, the method does not fit the model or its package is missing.
@@ -135,9 +139,9 @@ class Method:
         if not finite.all():
             bad = int((~finite).nonzero()[0])
             raise RelpropError(f"{self.name} gave NaN or infinite attributions for image {bad} of the batch.")
-        if self.edges is None:
-            return maps
-        return heat_quantization(maps.sum(1, keepdim=True), edges=self.edges)
+        if self.summed:
+            maps = maps.sum(1, keepdim=True)
+        return maps if self.edges is None else heat_quantization(maps, self.levels, edges=self.edges)
 
 
 def content_seeds(x: Tensor, salt: str) -> list[int]:

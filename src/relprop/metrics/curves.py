@@ -65,8 +65,8 @@ class Meter:
         baseline: What stands in the place of missing pixels, ``(B or 1, ...)``.
         ranking: The order in which pixels, or patches, enter.
         patch: The side of a patch.
-        scored: The class to score of each image, ``(B,)``.
-        ends: The probability of that class for the image and for its baseline, ``(B,)`` each.
+        scored: The classes to score of each image, ``(B, S)``.
+        ends: The probabilities of those classes for the image and for its baseline, ``(B, S)`` each.
         score: Computes the probabilities of all classes.
         batch_size: Images scored at once.
     """
@@ -86,7 +86,7 @@ class Meter:
         self._x, self._baseline = x, baseline.expand(x.shape)
         self._patch, self._scored, self._score, self._batch_size = patch, scored, score, batch_size
         self.forwards = 0
-        self._known: dict[_Mask, float] = {}
+        self._known: dict[_Mask, list[float]] = {}
         for image, (full, empty) in enumerate(zip(*(end.tolist() for end in ends), strict=True)):
             for kind, first, last in ((KINDS[0], empty, full), (KINDS[1], full, empty)):
                 self._known[_Mask(kind, image, 0, 0)] = first
@@ -99,7 +99,7 @@ class Meter:
         while batch := list(islice(wanted, self._batch_size)):
             images = torch.tensor([mask.image for mask in batch], device=self._x.device)
             output = probabilities(self._score, self._masked(batch, images))
-            self._known.update(zip(batch, output.gather(1, self._scored[images, None])[:, 0].tolist(), strict=True))
+            self._known.update(zip(batch, output.gather(1, self._scored[images]).tolist(), strict=True))
             self.forwards += len(batch)
 
     def fractions(self, image: int, ks: Sequence[int]) -> npt.NDArray[np.float64]:
@@ -107,10 +107,10 @@ class Meter:
         return np.array([self.ranking.count(image, k) / self.ranking.size for k in ks])
 
     def curve(self, kind: str, image: int, ks: Sequence[int]) -> npt.NDArray[np.float64]:
-        """The probabilities of a curve's points, ``(seeds, P)``."""
+        """The probabilities of a curve's points, ``(S, seeds, P)``."""
         seeds = len(self.ranking.seeds)
         points = [[self._known[mask] for mask in self._masks(kind, image, k)] for k in ks]
-        return np.array([point if len(point) == seeds else point * seeds for point in points]).T
+        return np.array([point if len(point) == seeds else point * seeds for point in points]).T  # P, seeds, S
 
     def _masks(self, kind: str, image: int, k: int) -> Iterable[_Mask]:
         count = self.ranking.count(image, k)
@@ -138,7 +138,8 @@ def refined(meter: Meter, images: int, bound: float = BOUND, budget: int = BUDGE
 
     The trapezoid's error on an interval of width h is about h^3 |p''| / 12; p'' is taken from the slopes on both sides
     of a point. The worst intervals are halved until the errors' sum is below the bound, or the budget is spent. All
-    curves are refined in step, so that every round is scored in full batches.
+    curves are refined in step, so that every round is scored in full batches. Of several scored classes the first one
+    decides.
 
     Args:
         meter: What scores the points.
@@ -165,7 +166,7 @@ def refined(meter: Meter, images: int, bound: float = BOUND, budget: int = BUDGE
 
 def _bends(meter: Meter, kind: str, image: int, ks: list[int], bound: float, room: int) -> list[int]:
     """Where new points are most needed."""
-    fraction, probability = meter.fractions(image, ks), meter.curve(kind, image, ks).mean(0)
+    fraction, probability = meter.fractions(image, ks), meter.curve(kind, image, ks)[0].mean(0)
     width = np.diff(fraction)
     slope = np.diff(probability) / width
     inner = np.abs(np.diff(slope)) / ((width[1:] + width[:-1]) / 2)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -22,11 +22,14 @@ __all__ = ["InsertionDeletion", "Scores", "insertion_deletion"]
 
 PROTOCOLS = ("otsuki2024",)
 PUBLISHED_STEP = 500
+POINTS = 26
 
 
 @dataclass(frozen=True, eq=False)
 class Scores:
     """Insertion and deletion of a batch of heatmaps.
+
+    Where several classes of a sample were scored, every tensor has an axis of them behind that of the batch.
 
     Attributes:
         insertion: Area under each insertion curve, ``(B,)``, between 0 and 1; higher is better.
@@ -45,6 +48,12 @@ class Scores:
     spread: Tensor
     forwards: int
 
+    def only(self, scored: int) -> Scores:
+        """The scores of one of several classes."""
+        curves = Curves(*(Curve(fraction, probability[:, scored]) for fraction, probability in self.curves))
+        numbers = {name: getattr(self, name)[:, scored] for name in ("insertion", "deletion", "score", "spread")}
+        return replace(self, curves=curves, **numbers)
+
 
 def insertion_deletion(
     model: Any,
@@ -56,7 +65,7 @@ def insertion_deletion(
     seeds: int | Sequence[int] = 3,
     baseline: str | float | Tensor = "black",
     normalization: Any = None,
-    points: int | str = 26,
+    points: int | str | None = None,
     step: int | None = None,
     patch: int = 1,
     scored: int | Sequence[int] | Tensor | None = None,
@@ -94,13 +103,15 @@ def insertion_deletion(
         baseline: ``"black"``, ``"mean"`` (the normalisation's mean pixel: zero once normalised), ``"blur"`` (a Gaussian
             of 11 pixels with a sigma of 5, as RISE's), or a tensor that broadcasts to the input.
         normalization: Mean and standard deviation of the channels, if the model does not tell.
-        points: Points of a curve, ends included; ``"adaptive"`` for 9 to 30, more where the curve bends.
+        points: Points of a curve, ends included: 26 unless told; ``"adaptive"`` for 9 to 30, more where the curve
+            bends. Of the published curve, which has 101, so many are taken, at equal distances.
         step: Pixels between two points, in place of ``points``.
         patch: Side of the patches that move together, ranked by their mean; 1 for pixels.
         scored: The class whose probability is taken, if it is another than the explained one: the ground truth, say.
+            Several of each sample, ``(B, S)``, cost no more than one.
         reduce: What becomes of the maps' channels: ``"sum"`` unless told, ``"mean"``, ``"max"``, ``"abs"``, ``"first"``
             or a function.
-        protocol: None, or ``"otsuki2024"``, which settles ``ties``, ``points``, ``patch`` and ``reduce``.
+        protocol: None, or ``"otsuki2024"``, which settles ``ties``, ``patch`` and ``reduce``.
         indices: A number for each sample, which together with a seed decides how its ties are broken; 0, 1, ... unless
             told. With it, results do not depend on how samples are batched.
         batch_size: Images made and scored at once.
@@ -126,15 +137,18 @@ def insertion_deletion(
 
     full = torch.cat([probabilities(score, part) for part in x.split(batch_size)])
     nothing = torch.cat([probabilities(score, part) for part in empty.split(batch_size)])
-    chosen = classes(target if scored is None else scored, full)
-    ends = full.gather(1, chosen[:, None])[:, 0], nothing.expand(full.shape).gather(1, chosen[:, None])[:, 0]
+    asked = classes(target, full) if scored is None else requests.targets(scored, full.shape)
+    assert asked is not None  # for a class is scored
+    chosen = asked.to(full.device).reshape(len(x), -1)
+    ends = full.gather(1, chosen), nothing.expand(full.shape).gather(1, chosen)
     meter = Meter(x, empty, ranking, settings.patch, chosen, ends, score, batch_size)
     if settings.adaptive:
         grid = refined(meter, len(x))
     else:
         grid = {(kind, image): ks for kind in KINDS for image in range(len(x))}
         meter.measure(grid)
-    return _scores(meter, grid, axis, len(x), forwards=meter.forwards + len(x) + len(empty))
+    scores = _scores(meter, grid, axis, len(x), forwards=meter.forwards + len(x) + len(empty))
+    return scores if asked.ndim > 1 else scores.only(0)
 
 
 class InsertionDeletion:
@@ -198,7 +212,7 @@ class InsertionDeletion:
 class _Settings:
     ties: str
     seeds: tuple[int, ...]
-    points: int
+    points: int | None
     adaptive: bool
     step: int | None
     patch: int
@@ -213,13 +227,13 @@ def _settings(
     if protocol is not None and protocol not in PROTOCOLS:
         raise RelpropError(f"The protocol {protocol!r} is unknown; pass 'otsuki2024', or None for the tie-safe one.")
     if protocol is not None:
-        if (ties, points, patch, reduce) != ("random", 26, 1, None):
-            raise RelpropError(f"The protocol {protocol!r} settles ties, points, patch and reduce; leave them out.")
+        if (ties, patch, reduce) != ("random", 1, None) or points == "adaptive":
+            raise RelpropError(f"The protocol {protocol!r} settles ties, places, patch and reduce; leave them out.")
         ties, reduce, step = "block", "first", PUBLISHED_STEP if step is None else step
     if ties not in TIES:
         raise RelpropError(f"Ties can be broken by 'random', 'stable' or 'block', not by {ties!r}.")
     adaptive = points == "adaptive"
-    if not adaptive and (isinstance(points, bool) or not isinstance(points, int) or points < 2):
+    if not adaptive and points is not None and (isinstance(points, bool) or not isinstance(points, int) or points < 2):
         raise RelpropError(f"points is {points!r}; pass a number of at least 2, or 'adaptive'.")
     for name, number in (("step", 1 if step is None else step), ("patch", patch), ("batch_size", batch_size)):
         if isinstance(number, bool) or not isinstance(number, int) or number < 1:
@@ -240,10 +254,12 @@ def _points(settings: _Settings, size: int, pixels: int) -> tuple[list[int], Any
         ks = [min(step * (i + 1), size - 1) + 1 for i in range(math.ceil(size / step))]
         if len(ks) < 2:
             raise RelpropError(f"{size} pixels are one point of {step}, and no curve; pass a smaller step=.")
-        return ks, np.linspace(0.0, 1.0, len(ks))
+        some = np.unique(np.linspace(0, len(ks) - 1, settings.points or len(ks)).round().astype(int))
+        return [ks[i] for i in some], some / (len(ks) - 1)
     if settings.step is not None:
         return [*range(0, size, max(1, settings.step // pixels)), size], None
-    return sorted({round(i * size / (settings.points - 1)) for i in range(settings.points)}), None
+    points = settings.points or POINTS
+    return sorted({round(i * size / (points - 1)) for i in range(points)}), None
 
 
 def _scores(meter: Meter, grid: Grid, axis: Any, images: int, forwards: int) -> Scores:
@@ -256,18 +272,18 @@ def _scores(meter: Meter, grid: Grid, axis: Any, images: int, forwards: int) -> 
             ks = [*ks, *ks[-1:] * (longest - len(ks))]
             fraction = meter.fractions(image, ks) if axis is None else axis
             probability = meter.curve(kind, image, ks)
-            area.append(((probability[:, 1:] + probability[:, :-1]) / 2 * np.diff(fraction)).sum(1))
+            area.append(((probability[..., 1:] + probability[..., :-1]) / 2 * np.diff(fraction)).sum(-1))
             fractions.append(fraction)
-            means.append(probability.mean(0))
+            means.append(probability.mean(1))
         areas[kind] = torch.from_numpy(np.array(area))
         curves[kind] = Curve(torch.from_numpy(np.array(fractions)), torch.from_numpy(np.array(means)))
     insertion, deletion = (areas[kind] for kind in KINDS)
     difference = insertion - deletion
-    spread = difference.std(1) if difference.shape[1] > 1 else torch.zeros(images, dtype=torch.float64)
+    spread = difference.std(-1) if difference.shape[-1] > 1 else torch.zeros_like(difference[..., 0])
     return Scores(
-        insertion=insertion.mean(1),
-        deletion=deletion.mean(1),
-        score=difference.mean(1),
+        insertion=insertion.mean(-1),
+        deletion=deletion.mean(-1),
+        score=difference.mean(-1),
         curves=Curves(*(curves[kind] for kind in KINDS)),
         spread=spread,
         forwards=forwards,

@@ -69,7 +69,7 @@ def make(names: Sequence[str], protocol: str, options: Mapping[str, Any]) -> lis
     Args:
         names: Metrics.
         protocol: For insertion and deletion: ``tie-safe``, ``otsuki2024`` or ``both``.
-        options: Of insertion and deletion under the tie-safe protocol: points, baseline, seeds.
+        options: Of insertion and deletion: points; and under the tie-safe protocol baseline and seeds.
 
     Raises:
         RelpropError: If there is no such metric or protocol.
@@ -93,17 +93,25 @@ def make(names: Sequence[str], protocol: str, options: Mapping[str, Any]) -> lis
 
 def _insertion(way: str, options: Mapping[str, Any]) -> Measure:
     published = way == "otsuki2024"
-    settings: dict[str, Any] = {"protocol": "otsuki2024"} if published else dict(options)
+    given = {k: v for k, v in options.items() if v is not None and (k == "points" or not published)}
+    settings: dict[str, Any] = {"protocol": way} if published else {"points": 26, "seeds": 3, "baseline": "black"}
+    settings |= given
 
     def run(seen: Seen, maps: Tensor) -> list[Measured]:
-        # The published figures score the true class; a tie-safe score is about what was explained.
-        scored = seen.label if published and (seen.label >= 0).all() else None
-        scores = insertion_deletion(
-            seen.model, seen.x, maps, seen.target, scored=scored, indices=seen.tickets, scorer=seen.scorer, **settings
+        # The published figures score the true class; a tie-safe score is about what was explained. Either is there.
+        label = torch.where(seen.label < 0, seen.target, seen.label)
+        both = {"explained": seen.target, "true": label}
+        first, second = ("true", "explained") if published else ("explained", "true")
+        scored = torch.stack([both[first], both[second]], 1)
+        every = insertion_deletion(
+            seen.model, seen.x, maps, scored=scored, indices=seen.tickets, scorer=seen.scorer, **settings
         )
+        scores, other = every.only(0), every.only(1)
         result = []
         for i in range(len(maps)):
             numbers = {n: float(getattr(scores, n)[i]) for n in ("insertion", "deletion", "score", "spread")}
+            if seen.label[i] >= 0:
+                numbers[f"score of the {second} class"] = float(other.score[i])
             curves = {}
             for kind in ("insertion", "deletion"):
                 curve = getattr(scores.curves, kind)

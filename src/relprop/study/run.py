@@ -83,7 +83,7 @@ def evaluate(
         batch_size: Images explained at once.
         precision: Of scoring; ``bf16`` trades 1e-2 of a probability for speed.
         progress: Told of each batch.
-        **options: Of insertion and deletion under the tie-safe protocol: ``points``, ``baseline``, ``seeds``.
+        **options: Of insertion and deletion: ``points``; under the tie-safe protocol also ``baseline`` and ``seeds``.
 
     Returns:
         The study.
@@ -206,7 +206,8 @@ class _Run:
             if not lacking:
                 continue
             try:
-                maps = method(self.model, x, target)
+                fast = {"scorer": scorer} if "scorer" in method.options else {}  # for those that mask and score
+                maps = method(self.model, x, target, **fast)
             except RelpropError as error:
                 self.failures[method.name] = str(error)
                 continue

@@ -14,6 +14,8 @@ from relprop.errors import RelpropError
 from relprop.study.journal import Row
 
 RESAMPLES = 10_000
+ASIDE = ("spread", "score of the true class", "score of the explained class")
+"""Numbers that a table shows when they are asked for."""
 Cell = tuple[str, str]
 """A column: the protocol (or the metric, where it has none) and the number's name."""
 
@@ -100,7 +102,7 @@ def tabulate(rows: Iterable[Row], reference: str | None = None, columns: Sequenc
     Args:
         rows: The rows of a study.
         reference: A method whose scores are subtracted from the others', image by image.
-        columns: Names of the numbers to show; None for all.
+        columns: Names of the numbers to show; None for all but those that are there for the curious.
 
     Raises:
         RelpropError: If there is nothing to show, or no such reference.
@@ -108,7 +110,7 @@ def tabulate(rows: Iterable[Row], reference: str | None = None, columns: Sequenc
     scores: dict[tuple[str, Cell], dict[str, float]] = {}
     for row in rows:
         for name, value in row.values.items():
-            if columns is None or name in columns:
+            if name in columns if columns is not None else name not in ASIDE:
                 scores.setdefault((row.method, (row.protocol or row.metric, name)), {})[row.image] = value
     if not scores:
         msg = "There are no rows to make a table of; run relprop evaluate first."
