@@ -16,6 +16,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from relprop.kernels import Packed, packable
+
 Transform = Callable[[Tensor], Tensor]
 """An elementwise change of weights, such as their positive part."""
 
@@ -37,6 +39,22 @@ class LinearMap(ABC):
         """Applies the map as the model does, bias included."""
         y = self.apply(a, self.weight)
         return y if self.bias is None else y.add_(self.bias)
+
+    def activated(self, a: Tensor) -> Tensor:
+        """The ReLU of what the model computes."""
+        return self(a).relu_()
+
+    def sums(self, a: Tensor, transform: Transform) -> Tensor:
+        """:meth:`apply`, with transformed weights."""
+        return self.apply(a, self.weights(transform))
+
+    def shares(self, s: Tensor, transform: Transform, shape: Sequence[int], times: Tensor | None = None) -> Tensor:
+        """:meth:`transpose`, with transformed weights, of ``(T, B, ...)``; multiplied with the inputs if they count."""
+        c = self.transpose(s.flatten(0, 1), self.weights(transform), shape).unflatten(0, s.shape[:2])
+        if times is None:
+            return c
+        # A mean's transpose is an expanded view, which cannot be written to.
+        return c * times if 0 in c.stride() else c.mul_(times)
 
     def weights(self, transform: Transform) -> Tensor:
         """Returns the transformed weights, computed once in the life of this map."""
@@ -114,6 +132,8 @@ class Convolution(LinearMap):
         self.padding = list(padding)
         self._flat_bias = bias
         self._forward: Tensor | None = None
+        self._kernels: dict[Transform | None, Packed] = {}
+        self._back: dict[Transform, Packed] = {}
         self._padding = [before for before, after in padding]
         # Convolutions pad both sides alike; what is over on the far side is padded, and cropped on the way back, by
         # hand.
@@ -123,9 +143,57 @@ class Convolution(LinearMap):
             raise ValueError(msg)
 
     def __call__(self, a: Tensor) -> Tensor:
+        if self._packs(a):
+            return self._kernel(a, None)(a)
         if self._forward is None:
             self._forward = self._packed(self.weight)
         return self._convolve(a, self._forward, self._flat_bias, self.groups)
+
+    def activated(self, a: Tensor) -> Tensor:
+        return self._kernel(a, None)(a, relu=True) if self._packs(a) else self(a).relu_()
+
+    def sums(self, a: Tensor, transform: Transform) -> Tensor:
+        return self._kernel(a, transform)(a) if self._packs(a) else super().sums(a, transform)
+
+    def shares(self, s: Tensor, transform: Transform, shape: Sequence[int], times: Tensor | None = None) -> Tensor:
+        step = self._step
+        if step is None or len(s) > 1 or times is None or not packable(s[0]) or 0 in s.stride():
+            return super().shares(s, transform, shape, times)
+        if transform not in self._back:
+            self._back[transform] = self._reversed(transform(self.weight), s.shape[1:])
+        if step == 1:
+            return self._back[transform](s[0], times=times)[None]
+        # A kernel of one pixel: what lies between the steps is seen by no output.
+        result = torch.zeros_like(times)
+        result[..., ::step, ::step] = self._back[transform](s[0], times=times[..., ::step, ::step])
+        return result[None]
+
+    @cached_property
+    def _step(self) -> int | None:
+        """The stride, where the transpose is a convolution of stride one of every so many pixels; else None."""
+        if len(self.stride) != 2 or any(self._extra) or self.stride[0] != self.stride[1]:
+            return None
+        sides = zip(self.weight.shape[2:], self._padding, self.dilation, strict=True)
+        if self.stride == [1, 1]:
+            return 1 if all(d * (k - 1) >= p for k, p, d in sides) else None
+        return self.stride[0] if all((k, p) == (1, 0) for k, p, _ in sides) else None
+
+    def _packs(self, a: Tensor) -> bool:
+        return packable(a) and not any(self._extra)
+
+    def _kernel(self, a: Tensor, transform: Transform | None) -> Packed:
+        """The packed convolution with the model's weights and bias, or with transformed ones and none."""
+        if transform not in self._kernels:
+            weight, bias = (self.weight, self._flat_bias) if transform is None else (transform(self.weight), None)
+            how = self.stride, self._padding, self.dilation, self.groups
+            self._kernels[transform] = Packed(weight, bias, *how, a.shape)
+        return self._kernels[transform]
+
+    def _reversed(self, weight: Tensor, shape: Sequence[int]) -> Packed:
+        """The transpose as a convolution: axes of channels swapped within each group, kernels turned around."""
+        turned = weight.unflatten(0, (self.groups, -1)).transpose(1, 2).flatten(0, 1).flip(2, 3)
+        sides = zip(weight.shape[2:], self._padding, self.dilation, strict=True)
+        return Packed(turned, None, [1, 1], [d * (k - 1) - p for k, p, d in sides], self.dilation, self.groups, shape)
 
     def _packed(self, weight: Tensor) -> Tensor:
         return weight.contiguous(memory_format=torch.channels_last) if weight.ndim == 4 else weight

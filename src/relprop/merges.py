@@ -19,6 +19,7 @@ from torch import Tensor
 from relprop.errors import RelpropError
 from relprop.ledger import total
 from relprop.rules import Handed
+from relprop.tiles import tiles
 from relprop.transforms import over, tiny
 
 Shares = Callable[[tuple[Tensor, ...]], Sequence[Tensor | float]]
@@ -87,6 +88,8 @@ class Split:
         """
         if count == 1:
             return Handed((r,), {})
+        if self._by_magnitude and count == 2 and len(r) == 1:
+            return Handed(_halves(*branches, r[0]), {})
         if self.weights is not None:
             # The magnitude of what is not negative is itself, and not ours to write over.
             own = [not self._by_magnitude or not known for known in nonnegative or [False] * count]
@@ -120,6 +123,17 @@ class Split:
             even = r * nothing / len(weights)
             handed = [h + even for h in handed]
         return Handed(tuple(handed), absorbed)
+
+
+def _halves(one: Tensor, other: Tensor, r: Tensor) -> tuple[Tensor, Tensor]:
+    """What two branches get in proportion to their magnitudes; 0/0 halves. What one does not get, the other does."""
+    mine, rest = torch.empty_like(r), torch.empty_like(r)
+    for a, b, whole, x, y in tiles(one, other, r, mine, rest):
+        torch.abs(a, out=x)
+        torch.abs(b, out=y).add_(x)
+        x.div_(y).nan_to_num_(0.5).mul_(whole)
+        torch.sub(whole, x, out=y)
+    return mine[None], rest[None]
 
 
 def _sum(tensors: Sequence[Tensor]) -> Tensor:

@@ -27,6 +27,7 @@ from torch import Tensor
 from relprop.errors import RelpropError
 from relprop.maps import Convolution, Dense, Diagonal, LinearMap, Mean
 from relprop.pools import Pool, Sliding
+from relprop.tiles import tiles
 
 
 @dataclass(frozen=True)
@@ -235,6 +236,15 @@ class Sum(Operator):
     def shape(self, *values: Any) -> Any:
         constant = [] if not isinstance(self.constant, Tensor) else [self.constant.to("meta")]
         return values[0].new_empty(torch.broadcast_shapes(*(v.shape for v in (*values, *constant))))
+
+    def activated(self, *values: Any) -> Any:
+        """The ReLU of the sum."""
+        if len(values) != 2 or self.parts != 2 or self.factors != (1, 1) or values[0].shape != values[1].shape:
+            return self.forward(*values).relu_()
+        result = torch.empty_like(values[0])
+        for one, other, both in tiles(*values, result):
+            torch.add(one, other, out=both).relu_()
+        return result
 
     def branches(self, values: Sequence[Tensor]) -> list[Tensor]:
         """What is added, constants left out."""

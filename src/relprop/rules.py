@@ -32,6 +32,7 @@ from torch import Tensor
 from relprop.errors import RelpropError
 from relprop.ledger import total
 from relprop.maps import LinearMap, Transform
+from relprop.tiles import tiles
 from relprop.transforms import Above, Boosted, negative, one_sample, over, positive, same, square, tiny
 
 IMAGENET_LOW = (-0.485 / 0.229, -0.456 / 0.224, -0.406 / 0.225)
@@ -132,8 +133,9 @@ class Rule:
         shape = a.shape[1:]
         for part in self.parts:
             terms = [t for t in part.terms if not (nonnegative and t.input is negative)]
-            live = [(a if nonnegative and t.input is positive else t.input(a), linear.weights(t.weight)) for t in terms]
-            z = _sum([linear.apply(x, w) for x, w in live]) if live else linear.fan(shape)
+            live = [a if nonnegative and t.input is positive else t.input(a) for t in terms]
+            sums = [linear.sums(x, term.weight) for term, x in zip(terms, live, strict=True)]
+            z = _sum(sums) if sums else linear.fan(shape)
             flow = r if part.share == 1 else r * part.share
             if part.sign:
                 flow, dropped = self._outputs_of(part.sign, linear, a, flow)
@@ -142,13 +144,10 @@ class Rule:
                 s, even = _divide(linear, flow, z, shape, absorbed)
             else:
                 s, even = self._stabilise(linear, part, flow, z, absorbed), None
-            if not live:
+            if not terms:
                 result = _per_target(linear.spread, s, shape)
-            for term, (x, w) in zip(terms, live, strict=True):
-                c = _per_target(linear.transpose, s, w, shape)
-                if term.input is not one_sample:
-                    # A mean's transpose is an expanded view, which cannot be written to.
-                    c = c * x if 0 in c.stride() else c.mul_(x)
+            for term, x in zip(terms, live, strict=True):
+                c = linear.shares(s, term.weight, shape, None if term.input is one_sample else x)
                 result = c if result is None else result + c
             result = result if even is None or result is None else result + even
         return Handed((result,), absorbed)
@@ -206,13 +205,18 @@ def _divide(
     # Denominators have one sign within a part, so the one nearest to zero is at one end.
     if z.amin() > threshold or z.amax() < -threshold:
         return over(r, z), None
-    dead = z.abs() <= threshold
-    orphaned = r * dead
+    z = z if z.shape == r.shape[1:] else z.expand(r.shape[1:]).clone()
+    orphaned = torch.empty_like(r)
+    for below, *several in tiles(z, *r, *orphaned):
+        dead = below.abs() <= threshold
+        for arrived, lost in zip(several[: len(r)], several[len(r) :], strict=True):
+            torch.mul(arrived, dead, out=lost)
+        below.masked_fill_(dead, torch.inf)
     fan = linear.fan(shape)
     if not fan.all():
         _note(absorbed, "padding", total(orphaned * (fan == 0)))
-    even = _per_target(linear.spread, orphaned / fan.clamp(min=1), shape)
-    return over(r, z.masked_fill_(dead, torch.inf)), even
+    even = _per_target(linear.spread, orphaned.div_(fan.clamp(min=1)), shape)
+    return over(r, z), even
 
 
 # -- the rules by name --

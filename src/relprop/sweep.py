@@ -1,7 +1,7 @@
 """The sweep: forward once, keeping what the plan needs, and the way back.
 
-Forward, a batch norm is computed inside the convolution before it, and activations run in place where nobody else
-needs their input. Back, each node's treatment hands its relevance to its inputs and the ledger notes what was handed
+Forward, a batch norm and a ReLU are computed with the convolution before them, and other activations run in place,
+where nobody else needs their input. Back, each node's treatment hands its relevance to its inputs and the ledger notes what was handed
 to whom. There is no autograd and nothing is hung on the model: all state lives in one call.
 """
 
@@ -60,6 +60,8 @@ class Sweep:
         self._weighing = frozenset(i for i, node in enumerate(graph) if self._weighs(node, self.plan.treatments[i]))
         self._kept = frozenset(j for i in range(len(graph)) for j in self._needs(i))
         self._in_place = frozenset(i for i in range(len(graph)) if self._may_overwrite(i))
+        activating = {i: j for i in self._in_place if (j := self._activates(i)) is not None}
+        self._activating, self._activated = frozenset(activating), frozenset(activating.values())
 
     # -- forward --
 
@@ -123,6 +125,12 @@ class Sweep:
 
     def _value(self, i: int, node: Node, inputs: Sequence[Any]) -> Any:
         op = node.operator
+        if i in self._activated and isinstance(op, Linear):
+            return (self._fold(i) if i in self._norm_of else op.linear).activated(inputs[0])
+        if i in self._activated and isinstance(op, Sum):
+            return op.activated(*inputs)
+        if i in self._activating:
+            return inputs[0]
         if self._folds(i, inputs[0]):
             return self._fold(i)(inputs[0])
         if (
@@ -164,6 +172,17 @@ class Sweep:
                 j = producer.inputs[0]
                 continue
             return isinstance(producer.operator, Linear | BatchNorm | Sum)
+
+    def _activates(self, i: int) -> int | None:
+        """The sum, or the convolution with or without a batch norm behind it, that a ReLU can be computed in."""
+        node = self.plan.graph.nodes[i]
+        if not isinstance(node.operator, Elementwise) or node.operator.in_place is not torch.relu_:
+            return None
+        j = node.inputs[0]
+        if isinstance(self.plan.graph.nodes[j].operator, BatchNorm):
+            j = self.plan.graph.nodes[j].inputs[0]
+        op = self.plan.graph.nodes[j].operator
+        return j if isinstance(op, Sum) or (isinstance(op, Linear) and isinstance(op.linear, Convolution)) else None
 
     def _weighs(self, node: Node, treatment: Treatment) -> bool:
         """Whether a node is a sum whose split looks at the values of the branches."""

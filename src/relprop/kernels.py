@@ -1,0 +1,84 @@
+"""Kernels: convolutions whose weights are packed once, for processors on which oneDNN computes them.
+
+torch packs the weights anew at every call. Its own compiler does it once, through operators that also take a ReLU or a
+product into the same pass over memory; they are used here where they are there and agree, and plain ones elsewhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+
+import torch
+from torch import Tensor
+
+__all__ = ["Packed", "packable"]
+
+
+class Packed:
+    """A convolution over two axes, with its weights packed.
+
+    Args:
+        weight: Kernel, ``(out, in / groups, height, width)``.
+        bias: One value an output channel, or None.
+        stride: Step on each axis.
+        padding: Zeros on both sides of each axis.
+        dilation: Spacing on each axis.
+        groups: Number of groups.
+        shape: That of an input; others are taken too.
+    """
+
+    def __init__(
+        self,
+        weight: Tensor,
+        bias: Tensor | None,
+        stride: Sequence[int],
+        padding: Sequence[int],
+        dilation: Sequence[int],
+        groups: int,
+        shape: Sequence[int],
+    ) -> None:
+        self._bias = bias
+        self._how = list(padding), list(stride), list(dilation), groups
+        self._weight = torch.ops.mkldnn._reorder_convolution_weight(weight.contiguous(), *self._how, list(shape))
+
+    def __call__(self, a: Tensor, *, relu: bool = False, times: Tensor | None = None) -> Tensor:
+        """Convolves.
+
+        Args:
+            a: The input, ``(B, in, height, width)``.
+            relu: Whether the output's negative values become zero.
+            times: What the output is multiplied with, of its shape, in place of that.
+        """
+        convolve = torch.ops.mkldnn._convolution_pointwise
+        y: Tensor
+        if times is not None:
+            y = convolve.binary(a, times, self._weight, self._bias, *self._how, "mul", None, None, [], None)
+        else:
+            y = convolve(a, self._weight, self._bias, *self._how, "relu" if relu else "none", [], "")
+        return y
+
+
+def packable(a: Tensor) -> bool:
+    """Whether convolutions of such inputs can be packed."""
+    return a.device.type == "cpu" and a.dtype == torch.float32 and a.ndim == 4 and _there()
+
+
+@cache
+def _there() -> bool:
+    """Whether the operators are there, and compute what torch's convolution does."""
+    a, weight, bias = torch.rand(1, 16, 3, 3), torch.rand(16, 16, 1, 1), torch.rand(16) - 8
+    plain = ([1, 1], [0, 0], [1, 1])
+    try:
+        packed = Packed(weight, bias, *plain, 1, a.shape)
+        expected = torch.ops.aten.convolution(a, weight, bias, *plain, False, [0, 0], 1)
+        return all(
+            torch.allclose(found, wanted, rtol=1e-5, atol=1e-5)
+            for found, wanted in (
+                (packed(a), expected),
+                (packed(a, relu=True), expected.relu()),
+                (packed(a, times=a), expected * a),
+            )
+        )
+    except (AttributeError, RuntimeError):  # another build of torch
+        return False

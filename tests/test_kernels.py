@@ -1,0 +1,81 @@
+"""Packed convolutions and tiles: faster, and the same."""
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from relprop import kernels
+from relprop.maps import Convolution
+from relprop.tiles import SIZE, tiles
+from relprop.transforms import positive, same
+
+GEOMETRIES = [
+    # kernel, stride, padding, dilation, groups
+    (1, 1, 0, 1, 1),
+    (3, 1, 1, 1, 1),
+    (3, 1, 0, 1, 1),
+    (3, 1, 2, 2, 1),
+    (5, 1, 4, 1, 1),
+    (3, 1, 3, 1, 1),  # padded beyond what a turned kernel can undo
+    (1, 2, 0, 1, 1),
+    (1, 3, 0, 1, 4),
+    (3, 2, 1, 1, 1),
+    (3, 1, 1, 1, 4),
+    (3, 1, 1, 1, 8),
+]
+
+
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+@pytest.mark.parametrize(("kernel", "stride", "padding", "dilation", "groups"), GEOMETRIES)
+def test_a_packed_convolution_is_torchs(
+    kernel: int, stride: int, padding: int, dilation: int, groups: int, layout: torch.memory_format
+) -> None:
+    draw = torch.Generator().manual_seed(kernel + stride)
+    a = torch.rand(2, 8, 12, 11, generator=draw).contiguous(memory_format=layout)
+    weight = torch.randn(16, 8 // groups, kernel, kernel, generator=draw)
+    bias = torch.randn(16, generator=draw)
+    linear = Convolution(weight, bias, [stride] * 2, [(padding, padding)] * 2, [dilation] * 2, groups)
+    exact = {"stride": stride, "padding": padding, "dilation": dilation, "groups": groups}
+    y = F.conv2d(a.double(), weight.double(), bias.double(), **exact)
+    close = {"rtol": 1e-5, "atol": 1e-5, "check_dtype": False}
+    for _ in range(2):  # packed, and then from what was packed
+        torch.testing.assert_close(linear(a), y, **close)
+        torch.testing.assert_close(linear.activated(a), y.relu(), **close)
+        for transform in (same, positive):
+            w = transform(weight).double()
+            torch.testing.assert_close(linear.sums(a, transform), F.conv2d(a.double(), w, **exact), **close)
+            s = torch.rand(1, *y.shape, generator=draw)
+            x = a.double().requires_grad_()
+            (back,) = torch.autograd.grad(F.conv2d(x, w, **exact), x, s[0].double())
+            for times, expected in ((a, back * a), (None, back)):
+                found = linear.shares(s, transform, a.shape[1:], times)
+                assert found.shape == (1, *a.shape)
+                torch.testing.assert_close(found[0], expected, **close)
+            several = linear.shares(torch.cat([s, 2 * s]), transform, a.shape[1:], a)
+            torch.testing.assert_close(several[1], 2 * back * a, **close)
+
+
+def test_kernels_are_used_here_and_nowhere_else() -> None:
+    assert kernels.packable(torch.zeros(1, 2, 3, 3))
+    assert not kernels.packable(torch.zeros(1, 2, 3, 3, dtype=torch.float64))
+    assert not kernels.packable(torch.zeros(1, 2, 3))
+    assert not kernels.packable(torch.zeros(1, 2, 3, 3, device="meta"))
+
+
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+def test_tiles_cover_everything_once(layout: torch.memory_format) -> None:
+    a = torch.randn(3, 64, 40, 40).contiguous(memory_format=layout)
+    result = torch.zeros_like(a)
+    pieces = list(tiles(a, result))
+    assert len(pieces) == -(-a.numel() // SIZE) > 1
+    for one, out in pieces:
+        out.add_(one)
+    assert torch.equal(result, a)
+
+
+def test_what_does_not_lie_alike_comes_whole() -> None:
+    a = torch.randn(3, 64, 40, 40)
+    for other in (a.contiguous(memory_format=torch.channels_last), a[:1].expand_as(a), a.transpose(2, 3)):
+        assert len(list(tiles(a, other))) == 1
+    assert len(list(tiles(a[:, ::2], a[:, ::2]))) == 1
+    assert len(list(tiles(a[0, 0]))) == 1
