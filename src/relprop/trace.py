@@ -12,19 +12,21 @@ import operator
 import os
 import threading
 from collections.abc import Callable, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 
-from relprop import operators, vocabulary
+from relprop import activations, attention, gates, norms, operators, shapes, upsampling, vocabulary
 from relprop.blocks import annotated
 from relprop.errors import RelpropError
 from relprop.graph import Call, Graph, Node
 from relprop.operators import ARITHMETIC, SHAPES, Elementwise, Operator, Ref, Sum
 from relprop.state import undisturbed
+
+FAMILIES = (vocabulary, activations, shapes, gates, norms, attention, upsampling)
+"""The rooms that register operators: all of torch's words that are known."""
 
 TRACING = threading.RLock()
 """fx traces one model at a time in a process."""
@@ -110,6 +112,8 @@ class Tracer(fx.Tracer):
         outside = self._stack
         self._stack = (*outside, (name, count))
         try:
+            if type(m) in operators.REWRITES:
+                return operators.REWRITES[type(m)](m, *args, **kwargs)
             return super().call_module(m, forward, args, kwargs)
         finally:
             self._stack = outside
@@ -198,32 +202,35 @@ def _operator(
     target: Any, module: nn.Module | None, args: Any, kwargs: Any, n: fx.Node, nodes: Sequence[Node]
 ) -> Operator:
     inputs = operators.refs((args, kwargs))
-    scalar = [isinstance(nodes[ref.node].operator, operators.Scalar) for ref in inputs]
-    function = getattr(Tensor, target) if isinstance(target, str) else target
+    known = [nodes[ref.node].operator for ref in inputs]
+    numbers = [isinstance(op, operators.Scalar) for op in known]
+    function: Any = getattr(Tensor, target, None) if isinstance(target, str) else target
     if target is getattr:
         target, args, function = args[1], args[:1], operator.attrgetter(args[1])
-    if target in SHAPES or (all(scalar) and target in ARITHMETIC):
-        return operators.Scalar("shape", tuple(inputs), operators.bound(function, args, kwargs))
+    call = operators.bound(function if module is None else module, args, kwargs)
+    if target is operator.getitem and isinstance(known[0], operators.Several) and isinstance(args[1], int):
+        return known[0].part(args[1])
+    plain = all(numbers) and not any(isinstance(op, operators.Constant) for op in known)
+    if target in SHAPES or (plain and target in ARITHMETIC):
+        return operators.Scalar("shape", tuple(inputs), call)
+    label = target if isinstance(target, str) else getattr(target, "__name__", str(target))
+    if all(numbers) or target in operators.EMPTY:
+        return operators.Constant(label.strip("_"), tuple(inputs), call)
     if "input" in kwargs:  # torch's own name for the first argument
         args, kwargs = (kwargs["input"], *args), {k: v for k, v in kwargs.items() if k != "input"}
-    builder = operators.find(target)
-    label = target if isinstance(target, str) else getattr(target, "__name__", str(target))
-    unknown = operators.Unknown(label, tuple(inputs), operators.bound(module or function, args, kwargs))
-    if builder is None or (any(scalar) and not _takes_numbers(builder)):
+    key = operators.find(target)
+    unknown = operators.Unknown(label, tuple(inputs), call)
+    only_numbers = [type(op) is operators.Scalar for op in known]
+    if key is None or (any(only_numbers) and key not in operators.NUMBERS):
         return unknown
     try:
-        return builder(*([module] if module is not None else []), *args, **kwargs)
+        return operators.TABLE[key](*([module] if module is not None else []), *args, **kwargs)
     except (TypeError, StopIteration):  # called in a way that the vocabulary does not know
         return unknown
     except RelpropError as error:
         where = str(n.target) if module is not None else label
         msg = f"{where} ({_source(n)}): {error}."
         raise RelpropError(msg) from None
-
-
-def _takes_numbers(builder: operators.Builder) -> bool:
-    """Whether an operator may be given numbers that come from a shape: those that rearrange may."""
-    return isinstance(builder, partial) and builder.func is vocabulary.rearrange
 
 
 def _attribute(model: nn.Module, path: str) -> Any:
@@ -261,7 +268,7 @@ def mutated(n: fx.Node, module: nn.Module | None) -> fx.Node | None:
     return n.all_input_nodes[0] if in_place and n.all_input_nodes else None
 
 
-_IN_PLACE_OPERATORS = {operator.iadd, operator.isub, operator.imul, operator.itruediv}
+_IN_PLACE_OPERATORS = {operator.iadd, operator.isub, operator.imul, operator.itruediv, operator.setitem}
 _INPLACE_ARGUMENT = {"relu": 1, "relu6": 1, "leaky_relu": 2, "dropout": 3, "dropout2d": 3}
 """Where ``inplace`` stands among the arguments of functions that have it."""
 
@@ -315,6 +322,7 @@ def _renumbered(nodes: Sequence[Node], kept: Sequence[int]) -> list[Node]:
 
 def _flat_sums(nodes: list[Node]) -> list[Node]:
     """Makes one sum of several terms out of a chain of sums of two."""
+    gates.decide(nodes)
     consumers = Graph(tuple(nodes)).consumers()
     inlined: set[int] = set()
     for i, node in enumerate(nodes):
