@@ -26,7 +26,7 @@ from relprop.result import Explanation
 from relprop.rules import Rule
 from relprop.state import State, undisturbed
 from relprop.sweep import Record, Sweep
-from relprop.trace import trace
+from relprop.trace import Untraceable, trace
 
 AGREEMENT = {torch.float32: 1e-3, torch.float64: 1e-8}
 """How far the sweep's output may lie from the model's own, relative to the largest value."""
@@ -76,11 +76,12 @@ def plan(
     """
     module = requests.module(model)
     with _computing(requests.device(module)):
-        known = _known(module)
+        if x is not None:
+            requests.check_input(x, module)
+        known = _known(module, x)
         key, sweep = _sweep(known, preset, split, identity_skips, overrides, requests.pixels(model))
         if x is None:
             return sweep.plan
-        requests.check_input(x, module)
         return replace(sweep.plan, shapes=_shapes(known, key, sweep, x))
 
 
@@ -122,7 +123,7 @@ def explain(
     module = requests.module(model)
     requests.check_input(x, module)
     with _computing(x.device):
-        known = _known(module)
+        known = _known(module, x)
         key, sweep = _sweep(known, preset, split, identity_skips, overrides, requests.pixels(model))
         shapes = _shapes(known, key, sweep, x)
         targets = requests.targets(target, shapes[-1])
@@ -160,13 +161,31 @@ def _computing(device: torch.device) -> Iterator[None]:
         yield
 
 
-def _known(module: nn.Module) -> _Known:
+def _known(module: nn.Module, x: Tensor | None) -> _Known:
     """The model's graph, traced anew if the model, or the vocabulary, is not as it was."""
     with _LOCK:
         known = _KNOWN.get(module)
-        if known is None or known.words != operators.TABLE or not known.state.holds(module):
-            known = _KNOWN[module] = _Known(State(module), trace(module))
+        fits = known is not None and (known.graph.shape is None or x is None or known.graph.shape == x.shape)
+        if known is None or not fits or known.words != operators.TABLE or not known.state.holds(module):
+            known = _KNOWN[module] = _Known(State(module), _traced(module, x))
         return known
+
+
+def _traced(module: nn.Module, x: Tensor | None) -> Graph:
+    """A graph for all shapes; or, where the model's code needs to know the shape, for that of an input."""
+    try:
+        graph = trace(module)
+    except Untraceable:
+        if x is None:
+            raise
+    else:
+        opaque = [graph.nodes[i] for i in graph.reached() if isinstance(graph.nodes[i].operator, operators.Unknown)]
+        if x is None or not opaque:
+            return graph
+    try:
+        return trace(module, x)
+    except Untraceable:
+        return trace(module)  # whose complaint is about the model as it is for all shapes
 
 
 def _sweep(known: _Known, *request: Any) -> tuple[Any, Sweep]:

@@ -56,9 +56,15 @@ class Node:
 
 @dataclass(frozen=True, eq=False)
 class Graph:
-    """A model as nodes in the order in which they are computed; node 0 is the input, the last one the output."""
+    """A model as nodes in the order in which they are computed; node 0 is the input, the last one the output.
+
+    Attributes:
+        nodes: The nodes.
+        shape: The one shape of inputs that it is good for; None for any.
+    """
 
     nodes: tuple[Node, ...]
+    shape: tuple[int, ...] | None = None
 
     def __iter__(self) -> Iterator[Node]:
         """The nodes, from input to output."""

@@ -330,9 +330,15 @@ class Several(Scalar):
 
 @dataclass(eq=False)
 class Unknown(Operator):
-    """An operator without a rule: it can be computed, but stops the plan if relevance reaches it."""
+    """An operator without a rule: it can be computed, but stops the plan if relevance reaches it.
+
+    Attributes:
+        function: What it computes.
+        wrapped: Whether it is a function of the model's own, which can be looked into once shapes are known.
+    """
 
     function: Callable[..., Any]
+    wrapped: bool = False
 
     def forward(self, *values: Any) -> Any:
         return self.function(*values)

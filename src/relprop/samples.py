@@ -17,6 +17,8 @@ from torch import Tensor
 from relprop.ledger import total
 from relprop.operators import Operator
 
+_FIRST = 2.0**40
+
 APART = 1
 """The lead of a value whose samples lie along the first axis, each perhaps as several items."""
 
@@ -56,8 +58,7 @@ def _numbers(value: Tensor, known: int | None, batch: int) -> Tensor:
     """The number of its sample for every element; NaN for a constant's."""
     if known is None:
         return torch.full(value.shape, torch.nan, dtype=torch.float64)
-    numbers = torch.arange(batch, dtype=torch.float64).reshape(1, batch, 1)
-    return numbers.expand(known, batch, value.numel() // (known * batch)).reshape(value.shape)
+    return _called(batch).expand(known, batch, value.numel() // (known * batch)).reshape(value.shape)
 
 
 def _candidates(shape: Sequence[int], batch: int) -> Iterator[int]:
@@ -68,8 +69,13 @@ def _candidates(shape: Sequence[int], batch: int) -> Iterator[int]:
 
 def _fits(found: Tensor, k: int, batch: int) -> bool:
     numbers = found.reshape(k, batch, -1)
-    expected = torch.arange(batch, dtype=torch.float64).reshape(1, batch, 1)
-    return bool((numbers.isnan() | (numbers == expected)).all())
+    constant = ~((numbers >= _FIRST) & (numbers < _FIRST + batch))
+    return bool((constant | (numbers == _called(batch))).all())
+
+
+def _called(batch: int) -> Tensor:
+    """What the samples are called: numbers that no constant in between has."""
+    return torch.arange(batch, dtype=torch.float64).reshape(1, batch, 1) + _FIRST
 
 
 def summed(r: Tensor, known: int | None, batch: int) -> Tensor:

@@ -172,13 +172,15 @@ def _getitem(x: Ref, index: Any) -> Operator:
     return move(operator.getitem, x, index)
 
 
+def assigned(whole: Tensor, where: Any, what: Any) -> Tensor:
+    """What ``whole[where] = what`` leaves, in a tensor of its own."""
+    whole = whole.clone()
+    whole[where] = what
+    return whole
+
+
 @register(operator.setitem, numbers=True)
 def _setitem(x: Ref, index: Any, value: Any) -> Operator:
-    def assigned(whole: Tensor, where: Any, what: Any) -> Tensor:
-        whole = whole.clone()
-        whole[where] = what
-        return whole
-
     inputs = refs((x, index, value))
     sources = (0, len(inputs) - 1) if isinstance(value, Ref) else (0,)
     return Moved("setitem", tuple(inputs), bound(assigned, (x, index, value), {}), sources)
