@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from relprop.maps import LinearMap
-from relprop.operators import REWRITES, Mapped, Operator, Ref, bound, reduced, refs, register
+from relprop.operators import Mapped, Operator, Ref, bound, reduced, refs, register, rewrite
 
 
 class Mixing(LinearMap):
@@ -258,9 +258,16 @@ def _weights(q: Tensor, k: Tensor, _: Tensor, mask: Tensor | None, is_causal: bo
     return scores.softmax(-1)
 
 
-# -- torch's own attention, in torch's own words --
+@rewrite(torch.addmm, torch.baddbmm, "addmm", "baddbmm")
+def _addmm(x: Any, left: Any, right: Any, *, beta: float = 1, alpha: float = 1) -> Any:
+    product = torch.matmul(left, right)
+    return (x if beta == 1 else x * beta) + (product if alpha == 1 else product * alpha)
 
 
+# -- torch's own attention, in smaller steps --
+
+
+@rewrite(nn.MultiheadAttention)
 def _multihead(
     module: nn.MultiheadAttention,
     query: Any,
@@ -294,9 +301,7 @@ def _multihead(
     return (result if module.batch_first else result.transpose(0, 1)), None
 
 
-REWRITES[nn.MultiheadAttention] = _multihead
-
-
+@rewrite(nn.TransformerEncoderLayer)
 def _encoder_layer(
     module: nn.TransformerEncoderLayer,
     src: Any,
@@ -317,6 +322,3 @@ def _encoder_layer(
         return x + feed(module.norm2(x))
     x = module.norm1(src + attend(src))
     return module.norm2(x + feed(x))
-
-
-REWRITES[nn.TransformerEncoderLayer] = _encoder_layer

@@ -25,7 +25,7 @@ from torch.nn import functional as F
 
 from relprop.activations import GATES
 from relprop.graph import Node
-from relprop.operators import Elementwise, Linear, Mapped, Operator, Ref, Reshape, Sum, Total, bound, reduced, register
+from relprop.operators import Elementwise, Linear, Mapped, Operator, Ref, Reshape, Sum, Total, bound, reduced, register, rewrite
 from relprop.rules import Handed
 from relprop.shapes import Joined, Moved
 
@@ -73,11 +73,12 @@ def _signals(nodes: Sequence[Node], before: Sequence[int], left: int, right: int
     if left == right:
         return (0,)
     ranks = _rank(nodes, left), _rank(nodes, right)
-    if ranks[0] != ranks[1]:
-        return (0,) if ranks[0] < ranks[1] else (1,)
-    if before[right] >> left & 1:
-        return (0,)
-    return (1,) if before[left] >> right & 1 else (0, 1)
+    gates = [rank >= 2 for rank in ranks]
+    made = [before[left] >> right & 1 == 1, before[right] >> left & 1 == 1]  # each of the other
+    for looks in (gates, made, ranks):
+        if looks[0] != looks[1]:
+            return (0,) if looks[0] < looks[1] else (1,)
+    return (0, 1)
 
 
 def _rank(nodes: Sequence[Node], i: int) -> int:
@@ -128,6 +129,17 @@ def _product(label: str, function: Callable[..., Tensor], a: Any, b: Any) -> Ope
 @register(operator.neg, torch.neg, torch.negative, "neg", "neg_")
 def _neg(x: Ref) -> Operator:
     return Elementwise("neg", (x,), torch.neg)
+
+
+@rewrite(torch.addcmul, "addcmul", "addcmul_")
+def _addcmul(x: Any, tensor1: Any, tensor2: Any, *, value: float = 1) -> Any:
+    product = tensor1 * tensor2
+    return x + (product if value == 1 else product * value)
+
+
+@rewrite(torch.lerp, "lerp")
+def _lerp(x: Any, end: Any, weight: Any) -> Any:
+    return x * (1 - weight) + end * weight
 
 
 @register(F.glu)

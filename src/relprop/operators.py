@@ -381,8 +381,8 @@ TABLE: dict[Any, Builder] = {}
 NUMBERS: set[Any] = set()
 """Those whose builders also take refs of numbers that come from a shape."""
 
-REWRITES: dict[type, Callable[..., Any]] = {}
-"""From a module type to a function that does the same in torch's own words, each of which is traced."""
+REWRITES: dict[Any, Callable[..., Any]] = {}
+"""From a module type, a function or a method's name to a function that does the same in smaller steps, each traced."""
 
 
 def register(*targets: Any, numbers: bool = False) -> Callable[[Builder], Builder]:
@@ -400,6 +400,16 @@ def register(*targets: Any, numbers: bool = False) -> Callable[[Builder], Builde
         TABLE.update(dict.fromkeys(targets, builder))
         (NUMBERS.update if numbers else NUMBERS.difference_update)(targets)
         return builder
+
+    return add
+
+
+def rewrite(*targets: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Registers a function that does what a module type, a function or a method does, in steps that are known."""
+
+    def add(function: Callable[..., Any]) -> Callable[..., Any]:
+        REWRITES.update(dict.fromkeys(targets, function))
+        return function
 
     return add
 

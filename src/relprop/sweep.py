@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from math import prod
 from typing import Any
 
 import torch
@@ -133,7 +134,8 @@ class Sweep:
     def _check_apart(node: Node, after: Any, inputs: Sequence[Any], lead: int | None, batch: int) -> None:
         """Refuses a value in which the samples of a batch cannot be told apart."""
         op = node.operator
-        if isinstance(op, Reduction) and inputs[0].shape[0] == batch and 0 in [a % inputs[0].ndim for a in op.axes]:
+        mixed = lead is None if batch > 1 else len(inputs[0]) == 1
+        if isinstance(op, Reduction) and mixed and 0 in [axis % inputs[0].ndim for axis in op.axes]:
             msg = f"{op.label} over axis 0 mixes the samples of a batch, so it has no rule; leave that axis out."
             raise RelpropError(msg)
         if lead is None or (isinstance(after, Tensor) and after.numel() % (lead * batch)):
@@ -287,6 +289,8 @@ class Sweep:
             a = record.values[node.inputs[0]]
             if treatment.rule is None:
                 return Handed((op.pool.winners(a, record.values[i], r),), {})
+            if not a.isfinite().all():  # padded by hand, with what no maximum can be
+                a = a.nan_to_num()
             linear: LinearMap = (op.halves if treatment.halves else op.pool).average(a)
             return treatment.rule(linear, a, r, nonnegative=self._is_nonnegative(node.inputs[0]))
         if isinstance(op, Mapped) and isinstance(treatment, Rule):
@@ -317,7 +321,9 @@ class Sweep:
             else:
                 linear = op.map_of(k, *values) if isinstance(op, Matrices) else op.map(*values)
             share = r if len(signals) == 1 else r / len(signals)
-            if lead not in (None, samples.APART) and isinstance(linear, Dense):
+            if isinstance(op, Reduction) and 0 in [axis % a.ndim for axis in op.axes]:
+                result = _over_first(op, rule, a, share, record.shapes[0][0], lead)
+            elif lead not in (None, samples.APART) and isinstance(linear, Dense):
                 # The rule is to see the samples in front, as everywhere.
                 batch = record.shapes[0][0]
                 share = torch.stack([samples.in_front(part, lead, batch) for part in share])
@@ -382,6 +388,18 @@ class _Flow:
         both.relevance = other.relevance.add_(self.relevance) if fresh else self.relevance + other.relevance
         both.amount, both.size = self.amount + other.amount, self.size + other.size
         return both
+
+
+def _over_first(op: Reduction, rule: Rule, a: Tensor, r: Tensor, batch: int, lead: int | None) -> Handed:
+    """A rule at a mean over the first axis, where that is not the samples': they are moved in front of it."""
+    axes = {axis % a.ndim for axis in op.axes}
+    samples_at = next(k for k in range(a.ndim) if k not in axes and a.shape[k] == batch)
+    moved = Reduction(op.label, op.inputs, tuple(axis + (axis < samples_at) for axis in axes), op.keep, op.mean)
+    in_front = a.movedim(samples_at, 0)
+    at = next(k for k in range(r.ndim - 1) if prod(r.shape[1 : 1 + k]) == (lead or 1) and r.shape[1 + k] == batch)
+    result = rule(moved.map(in_front), in_front, r.movedim(at + 1, 1))
+    assert result.relevance[0] is not None
+    return Handed((result.relevance[0].movedim(1, samples_at + 1),), result.absorbed)
 
 
 def _by_sample(amount: Tensor, batch: int) -> Tensor:

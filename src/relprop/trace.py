@@ -123,6 +123,11 @@ class Tracer(fx.Tracer):
         finally:
             self._stack = outside
 
+    def create_proxy(self, kind: str, target: Any, args: Any, kwargs: Any, *rest: Any, **options: Any) -> Any:
+        if kind in ("call_function", "call_method") and target in operators.REWRITES:
+            return operators.REWRITES[target](*args, **kwargs)
+        return super().create_proxy(kind, target, args, kwargs, *rest, **options)
+
     def getattr(self, attr: str, attr_val: Any, parameter_proxy_cache: dict[str, fx.Proxy]) -> Any:
         if threading.get_ident() != self._thread:
             return attr_val
@@ -193,6 +198,8 @@ class ShapedTracer(Tracer):
     def create_proxy(self, kind: str, target: Any, args: Any, kwargs: Any, *rest: Any, **options: Any) -> Any:
         if kind == "call_function" and is_wrapped(target):
             return target(*args, **kwargs)
+        if kind in ("call_function", "call_method") and target in operators.REWRITES:
+            return operators.REWRITES[target](*args, **kwargs)
         proxy = super().create_proxy(kind, target, args, kwargs, *rest, **options)
         value = self.values[proxy.node] = self._computed(proxy.node)
         if isinstance(value, Tensor) or kind == "placeholder":
