@@ -38,7 +38,7 @@ TORCHVISION = """
     vit_b_32:224 vit_l_16:224 vit_l_32:224 wide_resnet101_2:32 wide_resnet50_2:32 r3d_18:32 mc3_18:32 r2plus1d_18:32
     s3d:64 fcn_resnet50:64 deeplabv3_resnet50:64 deeplabv3_mobilenet_v3_large:64 lraspp_mobilenet_v3_large:64
     mvit_v1_b:224 mvit_v2_s:224 swin3d_t:32
-""".split()
+"""
 TIMM = """
     resnet10t:32 resnetv2_18:64 seresnet18:64 resnest14d:64 regnetz_005:64 ecaresnet26t:64 res2net50_26w_4s:64
     skresnet18:64 convnext_atto:32 convnextv2_atto:32 efficientnet_lite0:32 tf_efficientnet_b0:64
@@ -60,11 +60,11 @@ TIMM = """
     swinv2_tiny_window8_256:64 swinv2_cr_tiny_224:224 flexivit_small:64 vit_relpos_small_patch16_224:224
     deit3_small_patch16_224:64 mambaout_femto:64 efficientnet_blur_b0:64 fasternet_t0:64 mobilenetv4_hybrid_medium:64
     vgg11_bn:32 swiftformer_xs:224
-""".split()
+"""
 MODELS = {
     f"{library}/{name}": int(size)
     for library, listed in (("torchvision", TORCHVISION), ("timm", TIMM))
-    for name, _, size in (entry.partition(":") for entry in listed)
+    for name, _, size in (entry.partition(":") for entry in listed.split())
 }
 VIDEO = ("r3d_18", "mc3_18", "r2plus1d_18", "s3d", "mvit_v1_b", "mvit_v2_s", "swin3d_t")
 PAGE = Path(__file__).parent.parent / "docs" / "support.md"
@@ -195,12 +195,12 @@ def page(rows: Sequence[Row]) -> str:
     lines = [
         "# Supported models",
         "",
-        f"Written by `make support`: {len(supported)} of {len(rows)} models pass. Each has random weights and a batch of "
-        "two inputs of noise, of the smallest size it accepts, and gets the preset `paper` with a start of one at class "
-        "1. *Error* is what is missing between the start and the sum at the input after what the ledger names; *leak* "
-        "the largest of one node; *absorbed* the named shares of the start, by cause, mean of the two; *cost* that of an "
-        "explanation in forward passes of the untouched model, on a busy machine. *Traced* tells if the graph is good "
-        "for all shapes or was made for one. A model's output is compared with the untouched model's.",
+        f"Written by `make support`: {len(supported)} of {len(rows)} models pass. Each has random weights and a batch "
+        "of two inputs of noise, of the smallest size it accepts, and gets the preset `paper` with a start of one at "
+        "class 1. *Error* is what is missing between the start and the sum at the input after what the ledger names; "
+        "*leak* the largest of one node; *absorbed* the named shares of the start, by cause, mean of the two; *cost* "
+        "that of an explanation in forward passes of the untouched model, on a busy machine. *Traced* tells if the "
+        "graph is good for all shapes or was made for one. A model's output is compared with the untouched model's.",
         "",
         "| model | input | status | traced | merges | error | leak | absorbed | cost |",
         "|---|---|---|---|---|---|---|---|---|",
@@ -222,7 +222,7 @@ def _work(model: str) -> Row:
     torch.set_num_threads(1)
     try:
         row = examine(model, timed=True)
-    except Exception as error:  # noqa: BLE001 - a crash is a row, too
+    except Exception as error:
         row = Row(model, (2,), f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}")
     print(f"{model}: {row.trouble or f'error {row.error:.0e}, cost {row.cost:.1f}'}", flush=True)
     return row

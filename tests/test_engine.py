@@ -1047,7 +1047,7 @@ MODELS: dict[str, tuple[Callable[[], Any], tuple[int, ...], tuple[str, ...]]] = 
     "a class": (lambda: Net, (2, 4), ("type", "torch.nn.Module")),
     "two inputs": (lambda: TwoInputs().eval(), (2, 4), ("TwoInputs", "2 inputs", "one tensor")),
     "a tuple": (lambda: functional(lambda m, x: (m.fc(x), x)), (2, 4), ("tuple", "one tensor")),
-    "a dict": (lambda: functional(lambda m, x: {"out": m.fc(x)}), (2, 4), ("dict", "one tensor")),
+    "a dict": (lambda: functional(lambda m, x: {"a": m.fc(x), "b": x}), (2, 4), ("dict", "one tensor", "'logits'")),
     "control flow": (
         lambda: functional(lambda m, x: m.fc(x) if x.sum() > 0 else -m.fc(x)),
         (2, 4),
@@ -1062,11 +1062,6 @@ MODELS: dict[str, tuple[Callable[[], Any], tuple[int, ...], tuple[str, ...]]] = 
         norm_without_statistics,
         (2, 4),
         ("batch norm", "running statistics", "mixes the samples", "1"),
-    ),
-    "a map as output": (
-        lambda: nn.Sequential(nn.Conv2d(3, 4, 3)).eval(),
-        (2, 3, 12, 12),
-        ("(2, 4, 10, 10)", "(batch, classes)"),
     ),
     "an output without batch": (lambda: functional(lambda m, x: m.fc(x).sum(1)), (2, 4), ("(2,)", "(batch, classes)")),
     "mean over everything": (lambda: functional(lambda m, x: m.fc(x).mean()), (2, 4), ("mean", "mixes the samples")),

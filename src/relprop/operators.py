@@ -51,6 +51,8 @@ class Operator:
 
     label: str
     inputs: tuple[Ref, ...]
+    looks = False
+    """Whether :meth:`hand` looks at the values of the inputs, not only at their shapes."""
 
     def forward(self, *values: Any) -> Any:
         """Computes the node's value."""
@@ -313,8 +315,7 @@ class Constant(Scalar):
         return Handed((), {"constant": total(r)})
 
     def shape(self, *values: Any) -> Any:
-        value = self.function(*values)
-        return value.to("meta") if isinstance(value, Tensor) else value
+        return _hollow(self.function, values)
 
 
 @dataclass(eq=False)
@@ -344,11 +345,7 @@ class Unknown(Operator):
         return self.function(*values)
 
     def shape(self, *values: Any) -> Any:
-        try:
-            return self.function(*values)
-        except (RuntimeError, NotImplementedError):  # not every function knows tensors without contents
-            real = self.function(*(torch.zeros_like(v, device="cpu") if isinstance(v, Tensor) else v for v in values))
-            return real.to("meta") if isinstance(real, Tensor) else real
+        return _hollow(self.function, values)
 
     def check(self, before: Any, after: Any) -> None:
         """Refuses to pass relevance through what changes the shape.
@@ -359,6 +356,15 @@ class Unknown(Operator):
         if getattr(after, "shape", None) != before.shape:
             msg = f"Relevance cannot pass {self.label} unchanged, for it changes the shape of its input."
             raise RelpropError(msg)
+
+
+def _hollow(function: Callable[..., Any], values: Sequence[Any]) -> Any:
+    """What a function returns for tensors without contents, which not every function knows: for zeros, then."""
+    try:
+        value = function(*values)
+    except (RuntimeError, NotImplementedError):
+        value = function(*(torch.zeros_like(v, device="cpu") if isinstance(v, Tensor) else v for v in values))
+    return value.to("meta") if isinstance(value, Tensor) else value
 
 
 def reduced(share: Tensor, shape: Sequence[int]) -> Tensor:

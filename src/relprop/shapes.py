@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from relprop.operators import Operator, Ref, Several, Total, bound, refs, register
+from relprop.operators import Constant, Operator, Ref, Several, Total, bound, refs, register
 from relprop.rules import Handed
 
 _FIRST = 2.0**40
@@ -131,7 +131,52 @@ class Joined(Operator):
         return Handed(tuple(handed), {} if constant is None else {"constant": total(constant)})
 
 
+@dataclass(eq=False)
+class Largest(Operator):
+    """The largest element along some axes: winner takes all, evenly among those that tie."""
+
+    axes: tuple[int, ...]
+    keep: bool
+    looks = True
+
+    def forward(self, *values: Any) -> Any:
+        return torch.amax(values[0], self.axes, keepdim=self.keep)
+
+    def probe(self, *values: Any) -> Tensor:
+        return torch.mean(values[0], self.axes, keepdim=self.keep)
+
+    def hand(self, r: Tensor, values: Sequence[Any], total: Total) -> Handed:  # noqa: ARG002 - nothing is absorbed
+        a: Tensor = values[0]
+        if not self.keep:
+            for axis in sorted(axis % a.ndim for axis in self.axes):
+                r = r.unsqueeze(axis + 1)
+        best = a == a.amax(self.axes, keepdim=True)
+        return Handed((r * (best / best.sum(self.axes, keepdim=True)),), {})
+
+
 # -- their spellings --
+
+
+@register(torch.amax, "amax")
+def _amax(x: Ref, dim: Any = None, keepdim: bool = False) -> Operator:
+    if dim is None:
+        msg = "the largest of all elements, whichever sample they are in"
+        raise TypeError(msg)
+    return Largest("amax", (x,), (dim,) if isinstance(dim, int) else tuple(dim), keepdim)
+
+
+@register(torch.max, "max")
+def _max(x: Ref, dim: Any = None, keepdim: bool = False) -> Operator:
+    if not isinstance(dim, int):
+        msg = "a maximum of two tensors"
+        raise TypeError(msg)
+
+    def part(k: int) -> Operator:
+        if k:
+            return Constant("argmax", (x,), lambda value: value.argmax(dim, keepdim))
+        return _amax(x, dim, keepdim)
+
+    return Several("max", (x,), lambda value: torch.max(value, dim, keepdim), part)
 
 
 def move(function: Callable[..., Tensor], x: Ref, *args: Any, **kwargs: Any) -> Operator:

@@ -125,8 +125,11 @@ class Sweep:
                 treatment.check(node.name, node.operator, inputs[0].shape, values[i].shape)
         shapes = tuple(tuple(v.shape) if isinstance(v, Tensor) else () for v in values)
         self._leads[tuple(x.shape)] = tuple(leads)
-        if len(shapes[-1]) != 2:
-            msg = f"The model's output has shape {shapes[-1]}; relprop explains outputs of shape (batch, classes)."
+        if len(shapes[-1]) < 2:
+            msg = (
+                f"The model's output has shape {shapes[-1]}; relprop explains outputs of shape (batch, classes), or "
+                "(batch, classes, height, width) and the like."
+            )
             raise RelpropError(msg)
         return shapes
 
@@ -201,17 +204,18 @@ class Sweep:
         if i in self._weighing and i in self.plan.reached:
             return node.inputs
         op = node.operator
-        if i not in self.plan.reached:
-            return ()
+        needed: tuple[int, ...] = ()
         if isinstance(treatment, Pooling):
-            return (node.inputs[0],) if treatment.rule else (node.inputs[0], i)
-        if isinstance(op, Moved):  # what says where elements go
+            needed = (node.inputs[0],) if treatment.rule else (node.inputs[0], i)
+        elif op.looks:
+            needed = node.inputs
+        elif isinstance(op, Moved):  # what says where elements go
             numbers = [isinstance(self.plan.graph.nodes[j].operator, Scalar) for j in node.inputs]
-            return tuple(j for k, j in enumerate(node.inputs) if numbers[k] or k not in op.heirs)
-        if not isinstance(op, Mapped) or not isinstance(treatment, Rule):
-            return ()
-        makers = tuple(node.inputs[k] for k in op.makers)
-        return (*makers, node.inputs[op.signal]) if treatment.needs_input() else makers
+            needed = tuple(j for k, j in enumerate(node.inputs) if numbers[k] or k not in op.heirs)
+        elif isinstance(op, Mapped) and isinstance(treatment, Rule):
+            makers = tuple(node.inputs[k] for k in op.makers)
+            needed = (*makers, node.inputs[op.signal]) if treatment.needs_input() else makers
+        return needed if i in self.plan.reached else ()
 
     # -- back --
 
@@ -290,7 +294,7 @@ class Sweep:
             if treatment.rule is None:
                 return Handed((op.pool.winners(a, record.values[i], r),), {})
             if not a.isfinite().all():  # padded by hand, with what no maximum can be
-                a = a.nan_to_num()
+                a = a.clamp(min=torch.finfo(a.dtype).min / 2**20)
             linear: LinearMap = (op.halves if treatment.halves else op.pool).average(a)
             return treatment.rule(linear, a, r, nonnegative=self._is_nonnegative(node.inputs[0]))
         if isinstance(op, Mapped) and isinstance(treatment, Rule):

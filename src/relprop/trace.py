@@ -11,7 +11,7 @@ import inspect
 import operator
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -61,12 +61,19 @@ def trace(model: nn.Module, x: Tensor | None = None) -> Graph:
                 f"{type(model).__name__} cannot be traced by torch.fx ({type(error).__name__}: {reason}); "
                 "code that branches on values, or builds modules as it runs, has to move out of forward."
             )
-            raise Untraceable(msg) from error
+            raise TraceError(msg) from error
         nodes = _nodes(model, recorded, tracer)
     return Graph(tuple(annotated(_flat_sums(nodes))), None if x is None else tuple(x.shape))
 
 
-class Untraceable(RelpropError):
+def answer(returned: Any) -> Any:
+    """What is explained of what a model returns: of a dict, its ``out`` or ``logits``; all else as it is."""
+    if isinstance(returned, Mapping):
+        return next((returned[name] for name in ("out", "logits") if name in returned), returned)
+    return returned
+
+
+class TraceError(RelpropError):
     """A model whose code cannot be followed, in this way at least."""
 
 
@@ -160,7 +167,7 @@ class _ShapedProxy(_Proxy):
         return len(self._value)
 
     def __iter__(self) -> Any:
-        return (self[k] for k in range(len(self)))
+        return (self[k] for k in range(len(self)))  # type: ignore[index] # fx adds it
 
     def __setitem__(self, index: Any, value: Any) -> None:
         self.tracer.create_proxy("call_function", operator.setitem, (self, index, value), {})
@@ -221,7 +228,8 @@ class ShapedTracer(Tracer):
         if n.op == "get_attr":
             value = _attribute(self._model, str(n.target))
             return value.to("meta") if isinstance(value, Tensor) else value
-        args, kwargs = (fx.map_arg(a, self._value) for a in (n.args, n.kwargs))
+        args: Any = fx.map_arg(n.args, self._value)
+        kwargs: Any = fx.map_arg(n.kwargs, self._value)
         if n.op == "call_module":
             module = self._model.get_submodule(str(n.target))
             state = {name: t.to("meta") for name, t in (*module.named_parameters(), *module.named_buffers())}
@@ -236,7 +244,9 @@ class ShapedTracer(Tracer):
 def is_wrapped(target: Any) -> bool:
     """Whether a function is a model's own, which fx was told (``torch.fx.wrap``) not to look into."""
     home = (getattr(target, "__module__", None) or "").partition(".")[0]
-    return inspect.isfunction(target) and home not in ("torch", "_operator", "builtins") and operators.find(target) is None
+    return (
+        inspect.isfunction(target) and home not in ("torch", "_operator", "builtins") and operators.find(target) is None
+    )
 
 
 # -- from fx to nodes --
@@ -254,10 +264,11 @@ def _nodes(model: nn.Module, recorded: fx.Graph, tracer: Tracer) -> list[Node]:
     if len(inputs) > 1:
         msg = f"{type(model).__name__} takes {len(inputs)} inputs; relprop explains models of one tensor."
         raise RelpropError(msg)
+    result = answer(result)
     if not isinstance(result, fx.Node):
         msg = (
             f"{type(model).__name__} returns a {type(result).__name__}; relprop explains models that return one "
-            "tensor (batch, classes)."
+            "tensor (batch, classes), or name it 'out' or 'logits' in a dict."
         )
         raise RelpropError(msg)
 

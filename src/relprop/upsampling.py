@@ -46,6 +46,8 @@ class Interpolation(Mapped):
             # One element along the other axes, a basis vector along this one: a row of outputs tells its column.
             basis = torch.eye(size, dtype=a.dtype, device=a.device)
             basis = basis.reshape(size, 1, *[size if k == axis else 1 for k in range(len(sizes))])
+            if whole < sizes:  # one element along an axis could not shrink
+                basis = basis.expand(size, 1, *sizes).contiguous()
             columns = self.function(basis, *values[1:])
             line = columns[(slice(None), 0, *[slice(None) if k == axis else 0 for k in range(len(sizes))])]
             matrices.append(line.reshape(size, whole[axis]).T.clamp(min=0))
@@ -62,6 +64,48 @@ def _interpolate(x: Ref, *args: Any, **kwargs: Any) -> Operator:
 def _upsample(m: nn.Upsample, x: Ref) -> Operator:
     names = ("size", "scale_factor", "mode", "align_corners", "recompute_scale_factor")
     return _interpolate(x, **{name: getattr(m, name) for name in names})
+
+
+class Overlap(LinearMap):
+    """Patches summed where they overlap: ``F.fold``, whose transpose is ``F.unfold``.
+
+    Args:
+        like: Any tensor of the patches' kind.
+        size: Height and width of what the patches are summed to.
+        settings: Kernel, dilation, padding and stride.
+    """
+
+    def __init__(self, like: Tensor, size: Any, settings: Sequence[Any]) -> None:
+        super().__init__(like.new_ones(()))
+        self._size, self._settings = size, settings
+
+    def apply(self, a: Tensor, weight: Tensor) -> Tensor:
+        return F.fold(a, self._size, *self._settings) * weight
+
+    def transpose(self, s: Tensor, weight: Tensor, shape: Sequence[int]) -> Tensor:  # noqa: ARG002 - told by the size
+        return F.unfold(s * weight, *self._settings)
+
+
+@dataclass(eq=False)
+class Folding(Mapped):
+    """``F.fold``."""
+
+    size: Any
+    settings: tuple[Any, ...]
+
+    def forward(self, *values: Any) -> Any:
+        return F.fold(values[0], self.size, *self.settings)
+
+    def map(self, *values: Any) -> LinearMap:
+        return Overlap(values[0], self.size, self.settings)
+
+
+@register(F.fold)
+def _fold(x: Ref, output_size: Any, kernel_size: Any, dilation: Any = 1, padding: Any = 0, stride: Any = 1) -> Operator:
+    return Folding("fold", (x,), output_size, (kernel_size, dilation, padding, stride))
+
+
+register(nn.Fold)(lambda m, x: _fold(x, m.output_size, m.kernel_size, m.dilation, m.padding, m.stride))
 
 
 class TransposedConvolution(LinearMap):
