@@ -1,8 +1,8 @@
 """Upsampling: interpolation and transposed convolutions.
 
 Both are linear maps, so the plan's rules serve them. Interpolation works axis by axis: one small matrix each says which
-inputs an output is made of, and with which weights. They are not negative (those of bicubic interpolation are clamped
-on the way back), and an output whose inputs are all zero hands its relevance on by these weights.
+inputs an output is made of, and with which weights. They are not negative: those of bicubic interpolation are
+clamped on the way back.
 """
 
 from __future__ import annotations
@@ -18,6 +18,20 @@ from torch.nn import functional as F
 
 from relprop.maps import LinearMap, Window
 from relprop.operators import Mapped, Operator, Ref, bound, refs, register
+
+
+class Resampling(Window):
+    """Weighted sums over windows whose weights differ; what is handed on evenly goes to all that have any."""
+
+    def __init__(self, members: Sequence[Tensor], scale: Tensor) -> None:
+        super().__init__(members, scale)
+        self._seen = [(matrix > 0).to(matrix.dtype) for matrix in members]
+
+    def spread(self, s: Tensor, shape: Sequence[int]) -> Tensor:  # noqa: ARG002 - told by the windows
+        return self._contract(s, [seen.T for seen in self._seen])
+
+    def fan(self, shape: Sequence[int]) -> Tensor:
+        return self._contract(self.weight.new_ones((1, *shape)), self._seen)
 
 
 @dataclass(eq=False)
@@ -51,7 +65,7 @@ class Interpolation(Mapped):
             columns = self.function(basis, *values[1:])
             line = columns[(slice(None), 0, *[slice(None) if k == axis else 0 for k in range(len(sizes))])]
             matrices.append(line.reshape(size, whole[axis]).T.clamp(min=0))
-        return Window(matrices, a.new_ones(()))
+        return Resampling(matrices, a.new_ones(()))
 
 
 @register(F.interpolate, F.upsample, numbers=True)
