@@ -74,6 +74,7 @@ def second(m: Any, x: Tensor) -> Tensor:
 
 MIDDLES: dict[str, tuple[Callable[[Any, Tensor], Tensor], dict[str, Callable[[], nn.Module]]]] = {
     "cat": (lambda m, x: torch.cat([x, m.token.expand(x.shape[0], -1, -1, -1), x[:, :, :2]], 2), {}),
+    "a constant of shapes": (lambda m, x: x + m.token * torch.ones(1, 4, x.shape[2], 6, dtype=x.dtype), {}),
     "stack": (lambda _, x: torch.stack([x, x + 1, x], 0).mean(0), {}),
     "chunk": (lambda _, x: x.chunk(2, 1)[1] - x.chunk(2, 1)[0], {}),
     "split": (lambda _, x: x.split([1, 3], 1)[1], {}),

@@ -23,7 +23,19 @@ from relprop.graph import Call, Node
 from relprop.ledger import TOLERANCE, Ledger, total
 from relprop.maps import Convolution, Dense, LinearMap
 from relprop.merges import Split
-from relprop.operators import BatchNorm, Elementwise, Linear, Mapped, MaxPool, Reduction, Scalar, Sum, Unknown, reduced
+from relprop.operators import (
+    BatchNorm,
+    Constant,
+    Elementwise,
+    Linear,
+    Mapped,
+    MaxPool,
+    Reduction,
+    Scalar,
+    Sum,
+    Unknown,
+    reduced,
+)
 from relprop.plans import FOLD, HALVES, PASS, Plan, Pooling, Treatment
 from relprop.rules import Handed, Rule
 from relprop.shapes import Moved
@@ -368,8 +380,10 @@ class Sweep:
         for b, share in zip(takers, handed.relevance, strict=True):
             if share is None:
                 continue
-            if b == len(node.inputs):
-                absorbed["constant"] = samples.summed(share, lead, batch)
+            # What depends on nothing but shapes may be one for all samples, which could not be told apart there.
+            if b == len(node.inputs) or isinstance(self.plan.graph.nodes[node.inputs[b]].operator, Constant):
+                kept = samples.summed(share, lead, batch)
+                absorbed["constant"] = absorbed["constant"] + kept if "constant" in absorbed else kept
             else:
                 relevance[b] = reduced(share, record.shapes[node.inputs[b]])
         return Handed(tuple(relevance), absorbed)
