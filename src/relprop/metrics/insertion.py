@@ -103,7 +103,7 @@ def insertion_deletion(
         baseline: ``"black"``, ``"mean"`` (the normalisation's mean pixel: zero once normalised), ``"blur"`` (a Gaussian
             of 11 pixels with a sigma of 5, as RISE's), or a tensor that broadcasts to the input.
         normalization: Mean and standard deviation of the channels, if the model does not tell.
-        points: Points of a curve, ends included: 26 unless told; ``"adaptive"`` for 9 to 30, more where the curve
+        points: Points of a curve, ends included: 26 unless told; ``"adaptive"`` for 9 to 101, more where the curve
             bends. Of the published curve, which has 101, so many are taken, at equal distances.
         step: Pixels between two points, in place of ``points``.
         patch: Side of the patches that move together, ranked by their mean; 1 for pixels.
