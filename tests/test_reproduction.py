@@ -200,3 +200,11 @@ def test_a_block_that_is_unknown_or_has_no_results_is_named(tmp_path: Path) -> N
     with pytest.raises(RelpropError, match="no block 'nothing'"):
         refresh("<!-- nothing -->\n<!-- /nothing -->", tmp_path)
     assert {"table1", "table2", "table3", "rules", "conservation", "errors", "timing", "answers"} <= BLOCKS.keys()
+
+
+def test_the_page_says_what_the_rows_say() -> None:
+    root = Path(__file__).parents[1]
+    page = (root / "docs" / "reproduction.md").read_text()
+    assert refresh(page, root / "results" / "imagenet") == page
+    for picture in re.findall(r"\]\((images/.*?)\)", page):
+        assert (root / "docs" / picture).is_file()

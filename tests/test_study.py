@@ -25,7 +25,7 @@ from relprop import RelpropError, datasets, insertion_deletion, methods, metrics
 from relprop.cli import main
 from relprop.datasets import Sample
 from relprop.methods import Method
-from relprop.study import Journal, Progress, Row, Study, estimate, evaluate, measures, merge, probes, tabulate
+from relprop.study import Journal, Progress, Row, Study, estimate, evaluate, measures, merge, probes, read, tabulate
 from relprop.study.progress import Mean, spoken
 from relprop.study.runner import Runner
 from relprop.study.watch import Watch
@@ -364,6 +364,17 @@ def test_runs_that_a_table_would_mix_are_not_merged(
     with pytest.raises(RelpropError, match=r"different rows of random for \d\d\.png \(insertion-deletion tie-safe\)"):
         merge([first, other], tmp_path / "all")
     assert merge([first, fine], tmp_path / "all").rows == 2
+
+
+def test_where_the_journal_is_gone_its_product_is_continued(
+    model: zoo.Model, photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ask = {"limit": 1, "points": 3, "seeds": 1, "out": tmp_path}
+    first = evaluate(model, photos, ["random"], **ask)
+    (tmp_path / "journal.sqlite").unlink()
+    assert read(tmp_path) == list(first.rows)
+    monkeypatch.setattr("relprop.study.runner.Runner._explain", None)  # nobody is to explain anything again
+    assert evaluate(model, photos, ["random"], **ask).rows == first.rows
 
 
 def test_two_halves_merge(tmp_path: Path) -> None:

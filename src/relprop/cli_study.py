@@ -134,15 +134,11 @@ def table(
     relprop table runs/study --columns score --format latex
     relprop table runs/study --methods paper,random --metrics insertion-deletion --protocol tie-safe
     """
-    from relprop.study import Journal, tabulate
+    from relprop.study import read, tabulate
 
-    path = run / "journal.sqlite"
-    if not path.exists():
-        raise RelpropError(f"{run} holds no study; relprop evaluate ... --out {run} makes one.")
     chosen = {"columns": columns, "methods": methods, "metrics": metrics}
     asked: dict[str, Any] = {name: _names(text) for name, text in chosen.items() if text}
-    with Journal(path) as journal:
-        typer.echo(tabulate(journal, reference, protocol=protocol, **asked).to(form))
+    typer.echo(tabulate(read(run), reference, protocol=protocol, **asked).to(form))
 
 
 def methods() -> None:

@@ -16,8 +16,7 @@ from relprop.reproduction import conservation, errors, timing
 from relprop.reproduction.answers import answer
 from relprop.reproduction.claims import CLAIMS
 from relprop.reproduction.tables import by_class, tabulate
-from relprop.study import Row
-from relprop.study.journal import read
+from relprop.study import Row, read
 
 __all__ = ["BLOCKS", "refresh"]
 

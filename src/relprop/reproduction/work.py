@@ -13,7 +13,7 @@ from relprop.errors import RelpropError
 from relprop.reproduction import conservation, errors, figures, timing
 from relprop.reproduction.claims import CLAIMS
 from relprop.reproduction.tables import by_class, measure, tabulate, values
-from relprop.study import Journal, Row
+from relprop.study import Row, read
 
 __all__ = ["BARE", "TASKS", "WHERE", "Work"]
 
@@ -69,8 +69,7 @@ class Work:
     def rows(self) -> list[Row]:
         """All that the folder holds of these images."""
         names = {sample.name for sample in self.images}
-        with Journal(self.out / "journal.sqlite") as journal:
-            return [row for row in journal if row.image in names]
+        return [row for row in read(self.out) if row.image in names]
 
     def measured(self, name: str) -> list[Row]:
         """The rows of a table, measured where they are lacking."""

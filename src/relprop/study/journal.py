@@ -23,6 +23,10 @@ FORMAT = "1"
 """Part of every key: rows of another format are not mistaken for these."""
 
 
+PRODUCT = "rows.parquet"
+"""What a study leaves for others, beside its journal."""
+
+
 @dataclass(frozen=True)
 class Row:
     """One measurement.
@@ -167,7 +171,7 @@ def read(folder: Path) -> list[Row]:
     if path.exists():
         with Journal(path) as journal:
             return list(journal)
-    product = folder / "rows.parquet"
+    product = folder / PRODUCT
     if not product.exists():
         raise RelpropError(f"{folder} holds no study; relprop evaluate ... --out {folder} makes one.")
     try:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from relprop.errors import RelpropError
 from relprop.study import manifest
-from relprop.study.journal import Journal
+from relprop.study.journal import PRODUCT, Journal
 
 __all__ = ["Merged", "Source", "merge"]
 
@@ -72,7 +72,7 @@ def merge(runs: Sequence[Path], out: Path) -> Merged:
             with Journal(_journal(folder)) as part:
                 count = len(part)
                 sources.append(Source(folder, count, count if folder is out else journal.add(part)))
-        note = journal.export(out / "rows.parquet")
+        note = journal.export(out / PRODUCT)
         images = len({row.image for row in journal.brief()})
         manifest.write(out, _described(sources, manifests, len(journal), images))
         return Merged(len(journal), tuple(sources), note)

@@ -13,7 +13,7 @@ from relprop.datasets import Dataset, Sample
 from relprop.errors import RelpropError
 from relprop.methods import Method
 from relprop.study import manifest, measures
-from relprop.study.journal import Journal, Row
+from relprop.study.journal import PRODUCT, Journal, Row, read
 from relprop.study.progress import Progress
 from relprop.study.runner import Runner
 from relprop.study.table import Table, tabulate
@@ -118,7 +118,11 @@ def evaluate(
         "batch size": batch_size,
         **manifest.surroundings(),
     }
-    with Journal(Path(":memory:") if folder is None else folder / "journal.sqlite") as journal:
+    # Where the journal is gone and its product is there, as in a folder of results, that is continued.
+    path = Path(":memory:") if folder is None else folder / "journal.sqlite"
+    kept = read(folder) if folder is not None and (folder / PRODUCT).exists() and not path.exists() else []
+    with Journal(path) as journal:
+        journal.add(kept)
         facts = manifest.begin(folder, facts)
         manifest.write(folder, facts)
         try:
@@ -127,8 +131,8 @@ def evaluate(
             manifest.write(folder, {**facts, "stopped": manifest.now()})
             raise
         rows = tuple(row for row in journal if row.key in run.mine)
-        if folder is not None and (why := journal.export(folder / "rows.parquet")):
-            run.notes.note("rows.parquet", why)
+        if folder is not None and (why := journal.export(folder / PRODUCT)):
+            run.notes.note(PRODUCT, why)
         failures, notes = run.failures.sentences(), run.notes.sentences()
         facts |= {"rows": len(rows), "failures": failures, "notes": notes, "finished": manifest.now()}
         manifest.write(folder, facts)
