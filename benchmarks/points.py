@@ -25,6 +25,7 @@ from relprop import datasets, methods
 from relprop.datasets import Sample
 from relprop.memory import keep_freed
 from relprop.metrics import Scores
+from relprop.metrics.curves import ALL, BOUND, PER_ROUND, START
 from relprop.metrics.scorer import Probabilities, fastest
 
 METHODS = ("paper", "released+hq-released", "grad-cam", "guided-backprop", "random")
@@ -112,6 +113,9 @@ def run(data: Path, points: Sequence[str], curves: Path) -> dict[str, Any]:
         "images": PARTS,
         "seed": SEED,
         "methods": METHODS,
+        "adaptive": {"all": ALL, "start": START, "per round": PER_ROUND, "bound": BOUND},
+        "engine": scorer.engine,
+        "threads": torch.get_num_threads(),
         "python": platform.python_version(),
         "packages": {name: version(name) for name in ("relprop", "torch", "torchvision", "captum", "numpy", "pillow")},
     }
@@ -192,6 +196,7 @@ def main() -> None:
     torch.set_num_threads(args.threads)
     manifest = run(args.data, args.points.split(","), args.curves)
     found = rows(read(args.curves))
+    manifest["rows"] = len(found)
     args.out.mkdir(parents=True, exist_ok=True)
     with (args.out / "rows.csv").open("w", newline="") as file:
         writer = csv.DictWriter(file, found[0].keys(), lineterminator="\n")
