@@ -122,7 +122,8 @@ def evaluate(
     path = Path(":memory:") if folder is None else folder / "journal.sqlite"
     kept = read(folder) if folder is not None and (folder / PRODUCT).exists() and not path.exists() else []
     with Journal(path) as journal:
-        journal.add(kept)
+        if kept:
+            journal.add(kept)
         facts = manifest.begin(folder, facts)
         manifest.write(folder, facts)
         try:
