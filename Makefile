@@ -8,7 +8,7 @@ STAMP := $(VENV)/.installed
 WORKERS ?= 2
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint types pytest bench format clean
+.PHONY: help demo test lint types pytest support bench format clean
 
 help: ## show this list
 	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 10
@@ -27,6 +27,9 @@ types: $(STAMP) ## mypy --strict on src/relprop
 
 pytest: $(STAMP) ## the tests alone; ARGS="-k ledger" to choose
 	$(BIN)/python -m pytest -q -n $(WORKERS) $(ARGS)
+
+support: $(STAMP) ## examine every model of the support matrix and write docs/support.md; takes most of an hour
+	$(BIN)/python -W ignore tests/support.py $(ARGS)
 
 bench: $(STAMP) ## cost in forward passes, beside other libraries, and memory; ARGS=--quick for a smoke run
 	$(BIN)/python benchmarks/bench.py $(ARGS)

@@ -1,4 +1,4 @@
-"""What an explanation of ResNet-50 costs, counted in plain forward passes, and whether memory stays flat.
+"""What explanations of ResNet-50 and measures of them cost in plain forward passes, and whether memory stays flat.
 
 `make bench` runs this and prints Markdown; benchmarks/README.md says how to read it.
 """
@@ -17,11 +17,13 @@ from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 
+import scoring
 import torch
 from torch import Tensor, nn
 
 import relprop
 from relprop.compat import import_torchvision
+from relprop.memory import keep_freed
 
 Run = Callable[[Tensor, Tensor], object]  # (images, one target an image)
 BARS = {8: 3.5, 1: 3.9}  # batch size: the most forward passes that relprop may cost
@@ -203,10 +205,12 @@ def cpu_name() -> str:
 
 
 def main() -> None:
-    """Print the versions, the memory table and the cost table."""
+    """Print the versions and the tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="small images, one round: does the script still run?")
-    quick = parser.parse_args().quick
+    parser.add_argument("--only", choices=["memory", "cost", "metrics"], help="one part of it")
+    args = parser.parse_args()
+    quick, wanted = args.quick, [args.only] if args.only else ["memory", "cost", "metrics"]
     settings = QUICK if quick else Settings()
 
     torch.set_num_threads(settings.threads)
@@ -219,12 +223,24 @@ def main() -> None:
     packages = [f"{name} {version(name)}" for name in ("torch", "torchvision", "captum", "zennit")]
     print(f"{datetime.date.today()} · {cpu_name()} · Python {platform.python_version()} · ", end="")
     print(", ".join([f"relprop {relprop.__version__}", *packages]))
-    print(f"\n## Memory, {settings.images} explanations in a row at batch 1\n")
-    for line in memory_table(model, settings):  # first, while the peak is still relprop's own
+    if "memory" in wanted:  # first, while the peak is still relprop's own
+        print(f"\n## Memory, {settings.images} explanations in a row at batch 1\n")
+        show(memory_table(model, settings))
+    if "cost" in wanted:
+        print(f"\n## Cost, best of {settings.rounds} taken in turns with a plain forward pass\n")
+        show(cost_table(model, settings))
+    if "metrics" in wanted:
+        keep_freed()  # last, and for the plain passes too: the command line does it, and everything gains from it
+        chosen = scoring.QUICK if quick else scoring.Settings()
+        print(f"\n## Measures, best of {chosen.rounds} taken in turns with plain forward passes in batches of 8\n")
+        show(scoring.maps_table(chosen))
+        show(scoring.study_lines(chosen))
+
+
+def show(lines: Iterator[str]) -> None:
+    """Print lines as they come."""
+    for line in lines:
         print(line, flush=True)
-    print(f"\n## Cost, best of {settings.rounds} taken in turns with a plain forward pass\n")
-    for line in cost_table(model, settings):
-        print(line)
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ from torch import nn
 from relprop.errors import RelpropError
 from relprop.heatmap import heat_quantization
 from relprop.metrics import InsertionDeletion, Scorer, insertion_deletion
+from relprop.metrics.curves import BOUND
 from relprop.metrics.ranking import Ranking
 from relprop.metrics.scorer import _KNOWN, fastest
 
@@ -517,22 +518,56 @@ class TestAdaptive:
         assert adaptive.curves.insertion.fraction.shape[1] <= 30
         assert adaptive.forwards <= 2 + 1 + 2 * 2 * 28
 
-    def test_asks_little_of_a_straight_line(self):
+    @pytest.mark.parametrize("jump", [0.37, 2.0])
+    def test_looks_where_something_happens(self, jump):
         def scorer(images):
-            p = images[:, 0].flatten(1).mean(1)
+            p = torch.where(images[:, 0].flatten(1).mean(1) < jump, 0.2, 0.9)
             return torch.stack([p, 1 - p], 1)
 
-        scores = insertion_deletion(
-            None,
-            torch.ones(1, 1, 40, 40),
-            distinct(1, 40, 40),
-            0,
-            points="adaptive",
-            normalization=PLAIN,
-            scorer=scorer,
-        )
-        assert scores.forwards == 2 + 2 * 7
-        assert float(scores.insertion) == pytest.approx(0.5)
+        x, maps = torch.ones(1, 1, 40, 40), distinct(1, 40, 40)
+        scores = insertion_deletion(None, x, maps, 0, points="adaptive", normalization=PLAIN, scorer=scorer)
+        fraction = scores.curves.insertion.fraction[0]
+        far = fraction[(fraction - jump).abs() > 0.25]
+        assert {round(f, 2) for f in far.tolist()} <= {0.0, 0.04, 0.15, 0.31, 0.5, 0.69, 0.85, 0.96, 1.0}
+        if jump > 1:
+            assert scores.forwards == 2 + 2 * 7
+        else:
+            assert fraction[fraction < jump].max() == pytest.approx(0.36)
+            assert fraction[fraction >= jump].min() == pytest.approx(0.37)
+
+    def test_knows_how_rough_a_curve_is(self):
+        # Random walks are what the estimate takes curves for; where it is too low it stops, so 2 is allowed.
+        walks = torch.randn(40, 101, generator=torch.Generator().manual_seed(0)).mul(0.02).cumsum(1).add(0.5)
+
+        def scorer(images):
+            which, fraction = images[:, 0, 0, 0].long(), (images[:, 0] > 0).double().flatten(1).mean(1)
+            p = walks[which - 1, (100 * fraction).round().long()].clamp(0, 1)
+            return torch.stack([p, 1 - p], 1)
+
+        x = torch.arange(1.0, 41)[:, None, None, None].expand(40, 1, 10, 10)
+        maps = torch.arange(100.0).reshape(1, 10, 10).neg().expand(40, 10, 10)  # the pixel that tells enters first
+        ask = {"normalization": PLAIN, "scorer": scorer, "batch_size": 512}
+        exact = insertion_deletion(None, x, maps, 0, points=101, **ask)
+        adaptive = insertion_deletion(None, x, maps, 0, points="adaptive", **ask)
+        error = (adaptive.insertion - exact.insertion).abs()
+        assert BOUND / 2 < float(error.square().mean().sqrt()) < 2 * BOUND
+        assert float(error.quantile(0.95)) < 0.005
+        assert adaptive.forwards < exact.forwards / 2
+        for i in range(40):
+            points = dict(zip(*(values[i].tolist() for values in exact.curves.insertion), strict=True))
+            some = zip(*(values[i].tolist() for values in adaptive.curves.insertion), strict=True)
+            assert all(points[fraction] == probability for fraction, probability in some)
+
+    def test_finds_blocks_below_the_first_point(self):
+        model, x = net(), torch.randn(1, 3, 40, 40, generator=torch.Generator().manual_seed(1))
+        maps = torch.zeros(1, 40, 40)
+        maps[0, 0] = torch.arange(40.0)
+        model = nn.Sequential(nn.AdaptiveAvgPool2d(16), model).eval()
+        ask = {"ties": "block", "normalization": IMAGENET}
+        exact = insertion_deletion(model, x, maps, points=101, **ask)
+        adaptive = insertion_deletion(model, x, maps, points="adaptive", **ask)
+        assert len(set(exact.curves.insertion.fraction[0].tolist())) == 4
+        torch.testing.assert_close(adaptive.score, exact.score, rtol=0, atol=1e-3)
 
     @pytest.mark.parametrize("ties", ["random", "stable", "block"])
     def test_with_ties(self, ties):

@@ -12,14 +12,14 @@ from relprop import operators
 from relprop.operators import Elementwise, Operator, Ref
 
 
-class Mish(nn.Module):
+class Shrunk(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.conv = nn.Conv2d(3, 4, 3)
         self.head = nn.Linear(4, 5)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.head(F.mish(self.conv(x)).mean((2, 3)))
+        return self.head(F.hardshrink(self.conv(x)).mean((2, 3)))
 
 
 class Doubling(nn.Module):
@@ -37,13 +37,13 @@ def table() -> Iterator[None]:
 
 @pytest.mark.usefixtures("table")
 def test_a_function_is_registered_in_a_few_lines() -> None:
-    model, x = Mish().eval(), torch.randn(2, 3, 8, 8)
-    with pytest.raises(relprop.RelpropError, match=r"mish .*test_operators.py:\d+.*has no rule; register"):
+    model, x = Shrunk().eval(), torch.randn(2, 3, 8, 8)
+    with pytest.raises(relprop.RelpropError, match=r"hardshrink .*test_operators.py:\d+.*has no rule; register"):
         relprop.explain(model, x)
 
-    @relprop.operators.register(torch.nn.functional.mish)
-    def mish(x: Ref, inplace: bool = False) -> Operator:  # noqa: ARG001 - as F.mish is called
-        return Elementwise("mish", (x,), F.mish)
+    @relprop.operators.register(torch.nn.functional.hardshrink)
+    def hardshrink(x: Ref, lambd: float = 0.5) -> Operator:
+        return Elementwise("hardshrink", (x,), lambda value: F.hardshrink(value, lambd))
 
     explanation = relprop.explain(model, x, strict=True)
     assert explanation.ledger.error.max() < 1e-5

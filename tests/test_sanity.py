@@ -120,6 +120,20 @@ class TestClassSensitivity:
             model[1].weight[1] = -model[1].weight[0]
         assert class_sensitivity(gradient, model, X).tolist() == pytest.approx([-1, -1, -1])
 
+    def test_maps_at_hand_are_not_asked_for_again(self):
+        model, asked = net(), []
+
+        def method(module, x, target):
+            asked.append(target.tolist())
+            return gradient(module, x, target)
+
+        whole = class_sensitivity(method, model, X)
+        output = model(X)
+        assert asked == [output.argmax(1).tolist(), output.argmin(1).tolist()]
+        predicted = gradient(model, X, output.argmax(1))
+        assert torch.equal(class_sensitivity(method, model, X, predicted=predicted), whole)
+        assert len(asked) == 3
+
 
 class TestMaxSensitivity:
     def test_gradient_of_a_linear_model_never_changes(self):
@@ -140,6 +154,12 @@ class TestMaxSensitivity:
         assert not torch.equal(first, max_sensitivity(gradient, net(), X, 1, seed=5))
         torch.testing.assert_close(first[1:], max_sensitivity(gradient, net(), X[1:], 1, indices=[1, 2]))
         assert torch.equal(state, torch.random.get_rng_state())
+
+    def test_large_maps_do_not_overflow(self):
+        def large(_model, x, _target):
+            return 1e25 * x
+
+        assert max_sensitivity(large, net(), X).tolist() == pytest.approx(max_sensitivity(the_input, net(), X).tolist())
 
     def test_every_sample_has_neighbours_of_its_own(self):
         first, second = max_sensitivity(the_input, net(), X[:1].expand(2, -1, -1, -1)).tolist()
@@ -190,6 +210,15 @@ class TestParameterRandomisation:
         changed = [[not torch.equal(a, b) for a, b in zip(seen[0], now, strict=True)] for now in seen[1:]]
         assert changed == [[False] * 4 + [True] * 2, [True] * 6]
 
+    @pytest.mark.parametrize(
+        ("steps", "looks"), [(1, ["0"]), (2, ["5", "0"]), (3, ["5", "2", "0"]), (9, ["5", "2", "0"])]
+    )
+    def test_a_few_looks_see_the_same_cascade(self, steps, looks):
+        every = parameter_randomisation(gradient, net(), X)
+        some = parameter_randomisation(gradient, net(), X, steps=steps)
+        assert list(some) == looks
+        assert all(torch.equal(some[name], every[name]) for name in looks)
+
     def test_works_with_relprop(self):
         def method(model, x, target):
             return relprop.explain(model, x, target).relevance
@@ -200,6 +229,8 @@ class TestParameterRandomisation:
     def test_refuses(self):
         with pytest.raises(RelpropError, match="no module 'fc' to randomise"):
             parameter_randomisation(gradient, net(), X, layers=["fc"])
+        with pytest.raises(RelpropError, match="looked at once at least"):
+            parameter_randomisation(gradient, net(), X, steps=0)
         with pytest.raises(RelpropError, match="pass one a sample"):
             parameter_randomisation(gradient, net(), X, torch.zeros(3, 2, dtype=torch.long))
 

@@ -11,15 +11,20 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from relprop import operators
+from relprop.gates import Product
 from relprop.graph import Graph, Node
 from relprop.operators import BatchNorm, Elementwise, Linear, Mapped, Operator, Sum
+from relprop.shapes import Joined
+from relprop.upsampling import Interpolation
 
 
 def annotated(nodes: list[Node]) -> list[Node]:
     """Finds signs, first maps, foldable batch norms, merges and the residual blocks that they close."""
-    consumers = Graph(tuple(nodes)).consumers()
+    graph = Graph(tuple(nodes))
+    consumers, live = graph.consumers(), graph.reached()
     before: list[int] = []  # ancestors of each node and itself, as bits
     weighted = merges = 0
     facts: list[Node] = []
@@ -39,7 +44,7 @@ def annotated(nodes: list[Node]) -> list[Node]:
         if isinstance(op, BatchNorm):
             j = node.inputs[0]
             changes["folds"] = j if len(consumers[j]) == 1 and _can_fold(facts[j].operator, op) else None
-        if isinstance(op, Sum) and len(op.inputs) > 1:
+        if isinstance(op, Sum) and len(op.inputs) > 1 and i in live:
             number[i] = len(number) + 1
             merges |= 1 << i
             own, region = _branches(node, before)
@@ -98,5 +103,17 @@ def _nonnegative(op: Operator, inputs: Sequence[Node]) -> bool:
     if isinstance(op, Sum):
         constant = op.constant is None or bool(torch.as_tensor(op.constant).min() >= 0)
         return constant and all(f >= 0 for f in op.factors) and all(node.nonnegative for node in inputs)
-    keeps = (Elementwise, operators.Reshape, operators.MaxPool, operators.AveragePool, operators.Reduction)
+    if isinstance(op, Product):
+        return all(node.nonnegative for node in inputs) and len(inputs) > 1
+    if isinstance(op, Joined):
+        signs = [p.min() >= 0 for p in op.parts if isinstance(p, Tensor) and p.numel()]
+        return all(signs) and all(node.nonnegative for node in inputs)
+    keeps = (
+        Elementwise,
+        operators.Reshape,
+        operators.MaxPool,
+        operators.AveragePool,
+        operators.Reduction,
+        Interpolation,
+    )
     return isinstance(op, keeps) and inputs[0].nonnegative

@@ -21,7 +21,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from relprop import __version__, cli_study
+from relprop import __version__, cli_compare, cli_reproduce, cli_study
 from relprop.errors import RelpropError
 from relprop.runs import DONE, SOME_FAILED, Row, Run, load_model
 
@@ -248,7 +248,7 @@ def models(as_json: AsJson = False) -> None:
     typer.echo(f"\nThe cache is {folder()}; torchvision:NAME and timm:NAME take any model of theirs.")
 
 
-for _verb in (cli_study.evaluate, cli_study.table, cli_study.methods):
+for _verb in (cli_compare.compare, *cli_study.VERBS, cli_reproduce.reproduce):
     app.command()(_verb)
 
 

@@ -1,10 +1,11 @@
-"""The verbs of measurement for a shell: evaluate, table, methods."""
+"""The verbs of measurement for a shell: evaluate, merge, table, methods, metrics."""
 
 # ruff: noqa: D301, PLC0415
 # D301: \b keeps the lines of the examples apart. PLC0415: torch is imported where it computes, so that --help is quick.
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -21,7 +22,9 @@ def evaluate(
     model: Annotated[str, typer.Option(help="As for explain.")] = "resnet50",
     weights: Annotated[str, typer.Option(help="As for explain.")] = "auto",
     methods: Annotated[str, typer.Option(help="Names that `relprop methods` lists, with commas between.")] = "paper",
-    metrics: Annotated[str, typer.Option(help="Names of metrics, with commas between.")] = "insertion-deletion",
+    metrics: Annotated[
+        str, typer.Option(help="Names that `relprop metrics` lists, with commas between.")
+    ] = "insertion-deletion",
     protocol: Annotated[
         Literal["tie-safe", "otsuki2024", "both"], typer.Option(help="How insertion and deletion are measured.")
     ] = "tie-safe",
@@ -31,6 +34,10 @@ def evaluate(
     seeds: Annotated[int, typer.Option(min=1, help="Random orders in which tied pixels are taken.")] = 3,
     limit: Annotated[int | None, typer.Option(min=1, help="At most so many images, spread over the classes.")] = None,
     seed: Annotated[int, typer.Option(help="Which ones.")] = 0,
+    shard: Annotated[
+        str | None,
+        typer.Option(metavar="K/N", help="Every N-th batch, from the K-th on; `relprop merge` joins the parts."),
+    ] = None,
     batch_size: Annotated[int, typer.Option(min=1, help="Images that are explained at once.")] = 8,
     precision: Annotated[Literal["float32", "bf16"], typer.Option(help="Of scoring.")] = "float32",
     out: Annotated[Path, typer.Option(help="The folder of the study; started again, it continues.")] = Path(
@@ -43,39 +50,68 @@ def evaluate(
     \b
     relprop evaluate photos/ --methods paper,grad-cam,random --limit 20
     relprop evaluate imagenet/ --methods released+hq-released,released,random --protocol both --out runs/ties
-    """
-    from rich.progress import MofNCompleteColumn, Progress, TimeRemainingColumn
+    relprop evaluate photos/ --methods paper,grad-cam --metrics pointing-game,conservation-error,class-sensitivity
+    relprop evaluate imagenet/ --shard 3/16 --out runs/part3
 
+    A method explains the predicted class of every image; relprop metrics tells what can be measured, and its cost.
+    """
     from relprop.memory import keep_freed
     from relprop.study import evaluate as run
+    from relprop.study.watch import Watch
 
+    part = _shard(shard)
     keep_freed()
     net = load_model(model, weights)
-    columns = (*Progress.get_default_columns()[:2], MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=stderr(), transient=True, disable=not stderr().is_terminal) as bar:
-        task = bar.add_task("images", total=None)
-
-        def progress(done: int, total: int) -> None:
-            bar.update(task, completed=done, total=total)
-
-        settings: dict[str, Any] = {"points": points, "seeds": seeds, "limit": limit, "seed": seed}
-        study = run(
-            net,
-            data,
-            methods.split(","),
-            metrics.split(","),
-            protocol=protocol,
-            out=out,
-            batch_size=batch_size,
-            precision=precision,
-            progress=progress,
-            **settings,
-        )
+    settings: dict[str, Any] = {"points": points, "seeds": seeds, "limit": limit, "seed": seed, "shard": part}
+    watch = Watch(stderr())
+    try:
+        with watch:
+            study = run(
+                net,
+                data,
+                _names(methods),
+                _names(metrics),
+                protocol=protocol,
+                out=out,
+                batch_size=batch_size,
+                precision=precision,
+                progress=watch,
+                **settings,
+            )
+    except KeyboardInterrupt:
+        there = f"{watch.last}; what was measured is in {out}" if watch.last else f"Nothing was added to {out}"
+        typer.echo(f"\n{there}, and the same command continues.", err=True)
+        raise
     if study.rows:
         typer.echo(str(study.table(reference)))
+    for name, reason in study.notes.items():
+        typer.echo(f"note: {name}: {reason}", err=True)
     for name, reason in study.failures.items():
         typer.echo(f"error: {name}: {reason}", err=True)
     return SOME_FAILED if study.failures else DONE
+
+
+def merge(
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Folders of studies.")],
+    out: Annotated[Path, typer.Option(help="The folder for all their rows; what it holds already stays.")],
+) -> None:
+    """Join the rows of several runs, such as the shards of a study, in one folder.
+
+    \b
+    relprop merge runs/part1 runs/part2 runs/part3 --out runs/all
+    relprop table runs/all
+
+    A row is known by what it was computed from: the same row from two runs is one row. Runs with other weights, or
+    other settings of the same metric, are refused, since a table would mix them.
+    """
+    from relprop.study import merge as join
+
+    merged = join(runs, out)
+    for source in merged.sources:
+        typer.echo(f"{source.folder}: {source.rows} rows, {source.added} of them new")
+    typer.echo(f"{out} holds {merged.rows} rows.")
+    if merged.note:
+        typer.echo(f"note: rows.parquet: {merged.note}", err=True)
 
 
 def table(
@@ -85,20 +121,24 @@ def table(
     ] = "markdown",
     reference: Reference = None,
     columns: Annotated[str | None, typer.Option(help="Names of scores, with commas between.")] = None,
+    methods: Annotated[str | None, typer.Option(help="Only these, in this order, with commas between.")] = None,
+    metrics: Annotated[str | None, typer.Option(help="Only these, with commas between.")] = None,
+    protocol: Annotated[
+        Literal["both", "otsuki2024", "tie-safe"], typer.Option(help="Of insertion and deletion.")
+    ] = "both",
 ) -> None:
     """Print what a study has measured: means, 95 % intervals, paired differences.
 
     \b
     relprop table runs/study --reference grad-cam
     relprop table runs/study --columns score --format latex
+    relprop table runs/study --methods paper,random --metrics insertion-deletion --protocol tie-safe
     """
-    from relprop.study import Journal, tabulate
+    from relprop.study import read, tabulate
 
-    path = run / "journal.sqlite"
-    if not path.exists():
-        raise RelpropError(f"{run} holds no study; relprop evaluate ... --out {run} makes one.")
-    with Journal(path) as journal:
-        typer.echo(tabulate(journal, reference, columns.split(",") if columns else None).to(form))
+    chosen = {"columns": columns, "methods": methods, "metrics": metrics}
+    asked: dict[str, Any] = {name: _names(text) for name, text in chosen.items() if text}
+    typer.echo(tabulate(read(run), reference, protocol=protocol, **asked).to(form))
 
 
 def methods() -> None:
@@ -109,3 +149,28 @@ def methods() -> None:
         method = there.get(name)
         typer.echo(f"{name:<26} {method.cost:>7g}  {method.law}; {method.citation}")
     typer.echo("\nThe number is the cost in forward passes. +hq or +hq-released behind a name quantises its maps.")
+
+
+def metrics() -> None:
+    """List metrics, with what they say, and what an image costs beyond its explanation."""
+    from relprop.study.measures import METRICS
+
+    for name, about in METRICS.items():
+        typer.echo(f"{name:<22} {about.says}. Costs {about.cost}.")
+    typer.echo("\nWhat needs the place of objects is measured where a dataset has boxes or masks.")
+
+
+def _names(text: str) -> list[str]:
+    return [name.strip() for name in text.split(",") if name.strip()]
+
+
+def _shard(text: str | None) -> tuple[int, int] | None:
+    if text is None:
+        return None
+    found = re.fullmatch(r"(\d+)/(\d+)", text.strip())
+    if found is None:
+        raise RelpropError(f"The shard {text!r} is not understood; write 3/16 for the third of sixteen.")
+    return int(found[1]), int(found[2])
+
+
+VERBS = (evaluate, merge, table, methods, metrics)

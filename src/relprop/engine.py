@@ -26,7 +26,7 @@ from relprop.result import Explanation
 from relprop.rules import Rule
 from relprop.state import State, undisturbed
 from relprop.sweep import Record, Sweep
-from relprop.trace import trace
+from relprop.trace import TraceError, answer, trace
 
 AGREEMENT = {torch.float32: 1e-3, torch.float64: 1e-8}
 """How far the sweep's output may lie from the model's own, relative to the largest value."""
@@ -76,11 +76,12 @@ def plan(
     """
     module = requests.module(model)
     with _computing(requests.device(module)):
-        known = _known(module)
+        if x is not None:
+            requests.check_input(x, module)
+        known = _known(module, x)
         key, sweep = _sweep(known, preset, split, identity_skips, overrides, requests.pixels(model))
         if x is None:
             return sweep.plan
-        requests.check_input(x, module)
         return replace(sweep.plan, shapes=_shapes(known, key, sweep, x))
 
 
@@ -109,7 +110,9 @@ def explain(
         identity_skips: As there.
         overrides: As there.
         start: What the target starts with: ``"probability"``, ``"logit"``, ``"one"``, a tensor shaped like the
-            target, or one shaped like the output for a start at every class.
+            target, or one shaped like the output for a start at every class. Where the output is a map, a target
+            starts at all pixels that are predicted to be of its class (at all there are, if none is), and a tensor
+            shaped like the output at a set of the user's own.
         layers: Names of modules at whose inputs the relevance is to be kept, for ``relevance_at``.
         strict: Whether to raise at the first leak that no cause explains.
 
@@ -122,7 +125,7 @@ def explain(
     module = requests.module(model)
     requests.check_input(x, module)
     with _computing(x.device):
-        known = _known(module)
+        known = _known(module, x)
         key, sweep = _sweep(known, preset, split, identity_skips, overrides, requests.pixels(model))
         shapes = _shapes(known, key, sweep, x)
         targets = requests.targets(target, shapes[-1])
@@ -131,7 +134,7 @@ def explain(
         record = sweep.forward(x.detach())
         _verify(known, (sweep.folded, x.shape), module, x, record)
         output = record.output.clone()  # a model may return its input, which is the user's
-        targets = output.argmax(1) if targets is None else targets.to(output.device)
+        targets = requests.predicted(output) if targets is None else targets.to(output.device)
         relevance, scale = beginning(output, targets)
         several = targets.ndim == 2
         result, caught, ledger = sweep.back(record, relevance, scale, layers=wanted, several=several, strict=strict)
@@ -160,13 +163,31 @@ def _computing(device: torch.device) -> Iterator[None]:
         yield
 
 
-def _known(module: nn.Module) -> _Known:
+def _known(module: nn.Module, x: Tensor | None) -> _Known:
     """The model's graph, traced anew if the model, or the vocabulary, is not as it was."""
     with _LOCK:
         known = _KNOWN.get(module)
-        if known is None or known.words != operators.TABLE or not known.state.holds(module):
-            known = _KNOWN[module] = _Known(State(module), trace(module))
+        fits = known is not None and (known.graph.shape is None or x is None or known.graph.shape == x.shape)
+        if known is None or not fits or known.words != operators.TABLE or not known.state.holds(module):
+            known = _KNOWN[module] = _Known(State(module), _traced(module, x))
         return known
+
+
+def _traced(module: nn.Module, x: Tensor | None) -> Graph:
+    """A graph for all shapes; or, where the model's code needs to know the shape, for that of an input."""
+    try:
+        graph = trace(module)
+    except TraceError:
+        if x is None:
+            raise
+    else:
+        opaque = [graph.nodes[i] for i in graph.reached() if isinstance(graph.nodes[i].operator, operators.Unknown)]
+        if x is None or not opaque:
+            return graph
+    try:
+        return trace(module, x)
+    except TraceError:
+        return trace(module)  # whose complaint is about the model as it is for all shapes
 
 
 def _sweep(known: _Known, *request: Any) -> tuple[Any, Sweep]:
@@ -194,7 +215,7 @@ def _shapes(known: _Known, key: Any, sweep: Sweep, x: Tensor) -> tuple[tuple[int
 def _verify(known: _Known, key: Any, module: nn.Module, x: Tensor, record: Record) -> None:
     """Refuses an output that is not finite, or not the model's own; the latter once for each shape."""
     if not torch.isfinite(record.output).all():
-        bad = int((~torch.isfinite(record.output)).any(1).nonzero()[0])
+        bad = int((~torch.isfinite(record.output)).flatten(1).any(1).nonzero()[0])
         msg = (
             f"The model's output for sample {bad} is not finite, so there is nothing to explain; check its weights "
             "and the input's scale."
@@ -204,7 +225,7 @@ def _verify(known: _Known, key: Any, module: nn.Module, x: Tensor, record: Recor
         return
     with undisturbed(module):
         torch.rand(1)  # so that a model that draws at random does not draw what it drew when it was traced
-        expected = module(x.detach().clone())
+        expected = answer(module(x.detach().clone()))
     difference = float((record.output - expected).abs().max())
     allowed = AGREEMENT[x.dtype] * max(float(expected.abs().max()), 1e-6)
     if not difference <= allowed:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from dataclasses import dataclass
 
 from torch import nn
@@ -56,9 +56,15 @@ class Node:
 
 @dataclass(frozen=True, eq=False)
 class Graph:
-    """A model as nodes in the order in which they are computed; node 0 is the input, the last one the output."""
+    """A model as nodes in the order in which they are computed; node 0 is the input, the last one the output.
+
+    Attributes:
+        nodes: The nodes.
+        shape: The one shape of inputs that it is good for; None for any.
+    """
 
     nodes: tuple[Node, ...]
+    shape: tuple[int, ...] | None = None
 
     def __iter__(self) -> Iterator[Node]:
         """The nodes, from input to output."""
@@ -89,3 +95,16 @@ class Graph:
             for producer in node.inputs:
                 consumers[producer].append(i)
         return consumers
+
+    def reached(self, every: Container[int] = ()) -> frozenset[int]:
+        """The nodes that relevance can reach, from the output on.
+
+        Args:
+            every: Nodes that hand relevance to all of their inputs, not only to those that they usually do.
+        """
+        found = {len(self.nodes) - 1}
+        for i in range(len(self.nodes) - 1, 0, -1):
+            if i in found:
+                inputs = self.nodes[i].inputs
+                found.update(inputs if i in every else (inputs[k] for k in self.nodes[i].operator.heirs))
+        return frozenset(found)

@@ -6,9 +6,9 @@ max pools, sums, rearrangements and elementwise functions. In-place ways become 
 
 A new operator takes a few lines; the arguments are those of the call, with a :class:`Ref` wherever a tensor comes in::
 
-    @relprop.operators.register(torch.nn.functional.mish)
-    def mish(x, inplace=False):
-        return relprop.operators.Elementwise("mish", (x,), torch.nn.functional.mish)
+    @relprop.operators.register(torch.nn.functional.hardshrink)
+    def hardshrink(x, lambd=0.5):
+        return relprop.operators.Elementwise("hardshrink", (x,), lambda v: torch.nn.functional.hardshrink(v, lambd))
 """
 
 from __future__ import annotations
@@ -22,12 +22,16 @@ from functools import cached_property
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from relprop.errors import RelpropError
 from relprop.maps import Convolution, Dense, Diagonal, LinearMap, Mean
 from relprop.pools import Pool, Sliding
+from relprop.rules import Handed
 from relprop.tiles import tiles
+
+Total = Callable[[Tensor], Tensor]
+"""Sums relevance to one number a target and sample."""
 
 
 @dataclass(frozen=True)
@@ -48,6 +52,8 @@ class Operator:
 
     label: str
     inputs: tuple[Ref, ...]
+    looks = False
+    """Whether :meth:`hand` looks at the values of the inputs, not only at their shapes."""
 
     def forward(self, *values: Any) -> Any:
         """Computes the node's value."""
@@ -56,6 +62,26 @@ class Operator:
     def shape(self, *values: Any) -> Any:
         """Computes the node's value for tensors without contents (on torch's meta device)."""
         return self.forward(*values)
+
+    @property
+    def heirs(self) -> tuple[int, ...]:
+        """Which of its inputs, by position, can get relevance; the others count as constants."""
+        return tuple(range(len(self.inputs)))
+
+    def hand(self, r: Tensor, values: Sequence[Any], total: Total) -> Handed:  # noqa: ARG002 - some absorb something
+        """Hands relevance on where the plan leaves no choice: here, all of it to the first input.
+
+        Args:
+            r: Relevance of the output, ``(T, ...)``.
+            values: The inputs; of those that get relevance, only the shapes matter.
+            total: Sums relevance of the output to one number a target and sample.
+        """
+        return Handed((reduced(r, values[0].shape),), {})
+
+    def probe(self, *values: Any) -> Tensor:
+        """Computes the node's value for numbers of samples, the same in all elements of one: nothing may mix them."""
+        tensors = [v for v in values if isinstance(v, Tensor)]
+        return max(tensors, key=lambda v: (not v.isnan().all(), v.numel()))  # NaN: a constant, which is in no sample
 
 
 @dataclass(eq=False)
@@ -70,14 +96,25 @@ class Elementwise(Operator):
         alias: Whether it does so in the same memory.
     """
 
-    function: Callable[[Tensor], Tensor]
+    function: Callable[..., Tensor]
     nonnegative: bool | None = False
     in_place: Callable[[Tensor], Tensor] | None = None
     identity: bool = False
     alias: bool = False
 
+    @property
+    def heirs(self) -> tuple[int, ...]:
+        return (0,)
+
     def forward(self, *values: Any) -> Any:
-        return self.function(values[0])
+        return self.function(*values)
+
+    def shape(self, *values: Any) -> Any:
+        return values[0]
+
+    def probe(self, *values: Any) -> Tensor:
+        first: Tensor = values[0]
+        return first
 
 
 @dataclass(eq=False)
@@ -89,20 +126,22 @@ class Reshape(Operator):
     def forward(self, *values: Any) -> Any:
         return self.function(*values)
 
-    def back(self, r: Tensor, shape: Sequence[int]) -> Tensor:
-        """Brings relevance ``(T, B, ...)`` back to an input of a shape, batch included."""
-        return r.reshape(r.shape[0], *shape)
+    def probe(self, *values: Any) -> Tensor:
+        return self.function(*values)
+
+    def hand(self, r: Tensor, values: Sequence[Any], total: Total) -> Handed:  # noqa: ARG002 - nothing is absorbed
+        return Handed((r.reshape(len(r), *values[0].shape),), {})
 
 
 @dataclass(eq=False)
 class Permute(Reshape):
     """The same elements with their axes in another order."""
 
-    def back(self, r: Tensor, shape: Sequence[int]) -> Tensor:
+    def hand(self, r: Tensor, values: Sequence[Any], total: Total) -> Handed:  # noqa: ARG002 - nothing is absorbed
         # Axes of different sizes tell where each of them went.
-        sizes = range(2, 2 + len(shape))
-        order = [size - 2 for size in self.function(torch.empty(*sizes, device="meta")).shape]
-        return r.permute(0, *[1 + order.index(axis) for axis in range(len(order))])
+        sizes = range(2, 2 + values[0].ndim)
+        order = [size - 2 for size in self.function(torch.empty(*sizes, device="meta"), *values[1:]).shape]
+        return Handed((r.permute(0, *[1 + order.index(axis) for axis in range(len(order))]),), {})
 
 
 class Mapped(Operator, ABC):
@@ -111,9 +150,24 @@ class Mapped(Operator, ABC):
     weighted = False
     """Whether it has learned weights that mix inputs: a convolution or a matrix."""
 
+    clamps = True
+    """Whether its weights can be parted by sign; where not, only the epsilon rule fits."""
+
+    signal = 0
+    """The position of the input that it maps; others, if any, make the map, and count as constants."""
+
+    @property
+    def heirs(self) -> tuple[int, ...]:
+        return (self.signal,)
+
+    @property
+    def makers(self) -> tuple[int, ...]:
+        """The positions of the inputs on whose values the map depends."""
+        return ()
+
     @abstractmethod
-    def map(self, a: Tensor) -> LinearMap:
-        """The map, for an input like ``a``."""
+    def map(self, *values: Any) -> LinearMap:
+        """The map, for inputs like these."""
 
 
 @dataclass(eq=False)
@@ -137,7 +191,7 @@ class Linear(Mapped):
             self._folded[norm] = self.linear.scaled(norm.scale, norm.shift)
         return self._folded[norm]
 
-    def map(self, a: Tensor) -> LinearMap:  # noqa: ARG002 - the same for every input
+    def map(self, *values: Any) -> LinearMap:  # noqa: ARG002 - the same for every input
         return self.linear
 
 
@@ -153,8 +207,8 @@ class AveragePool(Mapped):
     def shape(self, *values: Any) -> Any:
         return values[0].new_empty(self.pool.shape(values[0].shape))
 
-    def map(self, a: Tensor) -> LinearMap:
-        return self.pool.average(a)
+    def map(self, *values: Any) -> LinearMap:
+        return self.pool.average(values[0])
 
 
 @dataclass(eq=False)
@@ -168,13 +222,11 @@ class Reduction(Mapped):
     def forward(self, *values: Any) -> Any:
         return (torch.mean if self.mean else torch.sum)(values[0], self.axes, keepdim=self.keep)
 
-    def shape(self, *values: Any) -> Any:
-        if 0 in [axis % values[0].ndim for axis in self.axes]:
-            msg = f"{self.label} over axis 0 mixes the samples of a batch, so it has no rule; leave that axis out."
-            raise RelpropError(msg)
-        return self.forward(*values)
+    def probe(self, *values: Any) -> Tensor:
+        return torch.mean(values[0], self.axes, keepdim=self.keep)
 
-    def map(self, a: Tensor) -> LinearMap:
+    def map(self, *values: Any) -> LinearMap:
+        a = values[0]
         axes = [axis % a.ndim for axis in self.axes]
         scale = 1 / math.prod(a.shape[axis] for axis in axes) if self.mean else 1.0
         return Mean(axes, self.keep, a.new_full((), scale))
@@ -193,8 +245,8 @@ class BatchNorm(Mapped):
     def shape(self, *values: Any) -> Any:
         return values[0]
 
-    def map(self, a: Tensor) -> LinearMap:
-        shape = (-1, *[1] * (a.ndim - 2))
+    def map(self, *values: Any) -> LinearMap:
+        shape = (-1, *[1] * (values[0].ndim - 2))
         return Diagonal(self.scale.reshape(shape), self.shift.reshape(shape))
 
 
@@ -257,28 +309,83 @@ class Scalar(Operator):
 
     function: Callable[..., Any]
 
+    @property
+    def heirs(self) -> tuple[int, ...]:
+        return ()
+
     def forward(self, *values: Any) -> Any:
         return self.function(*values)
 
 
 @dataclass(eq=False)
-class Unknown(Operator):
-    """An operator without a rule: it can be computed, but stops the plan."""
+class Constant(Scalar):
+    """A tensor that depends on nothing but shapes, such as a class token for each sample: it keeps what it gets."""
 
-    function: Callable[..., Any]
-
-    def forward(self, *values: Any) -> Any:
-        result = self.function(*values)
-        if getattr(result, "shape", None) != values[0].shape:
-            msg = f"relevance cannot pass {self.label} unchanged, for it changes the shape of its input"
-            raise RelpropError(msg)
-        return result
+    def hand(self, r: Tensor, values: Sequence[Any], total: Total) -> Handed:  # noqa: ARG002 - the inputs get nothing
+        return Handed((), {"constant": total(r)})
 
     def shape(self, *values: Any) -> Any:
-        try:
-            return self.forward(*values)
-        except (RuntimeError, NotImplementedError):  # not every function knows tensors without contents
-            return values[0]
+        return _hollow(self.function, values)
+
+
+@dataclass(eq=False)
+class Several(Scalar):
+    """A call that returns several tensors, each of which is an operator of its own: nobody asks for all of them.
+
+    Attributes:
+        part: Builds the operator of one of them, by its number.
+    """
+
+    part: Callable[[int], Operator]
+
+
+@dataclass(eq=False)
+class Unknown(Operator):
+    """An operator without a rule: it can be computed, but stops the plan if relevance reaches it.
+
+    Attributes:
+        function: What it computes.
+        wrapped: Whether it is a function of the model's own, which can be looked into once shapes are known.
+    """
+
+    function: Callable[..., Any]
+    wrapped: bool = False
+
+    def forward(self, *values: Any) -> Any:
+        return self.function(*values)
+
+    def shape(self, *values: Any) -> Any:
+        return _hollow(self.function, values)
+
+    def check(self, before: Any, after: Any) -> None:
+        """Refuses to pass relevance through what changes the shape.
+
+        Raises:
+            RelpropError: If it does.
+        """
+        if getattr(after, "shape", None) != before.shape:
+            msg = f"Relevance cannot pass {self.label} unchanged, for it changes the shape of its input."
+            raise RelpropError(msg)
+
+
+def _hollow(function: Callable[..., Any], values: Sequence[Any]) -> Any:
+    """What a function returns for tensors without contents, which not every function knows: for zeros, then."""
+    try:
+        value = function(*values)
+    except (RuntimeError, NotImplementedError):
+        value = function(*(torch.zeros_like(v, device="cpu") if isinstance(v, Tensor) else v for v in values))
+    return value.to("meta") if isinstance(value, Tensor) else value
+
+
+def reduced(share: Tensor, shape: Sequence[int]) -> Tensor:
+    """Sums a share ``(T, ...)`` over the axes along which what gets it was broadcast."""
+    if share.shape[1:] == shape:
+        return share
+    extra = share.ndim - 1 - len(shape)
+    if extra:
+        share = share.sum(list(range(1, 1 + extra)))
+    axes = [axis for axis, n in enumerate(shape, start=1) if n == 1 and share.shape[axis] != 1]
+    return share.sum(axes, keepdim=True) if axes else share
 
 
 # -- the table --
@@ -287,26 +394,48 @@ Builder = Callable[..., Operator]
 TABLE: dict[Any, Builder] = {}
 """From a module type, a function or a tensor method's name to the builder of its operator."""
 
+NUMBERS: set[Any] = set()
+"""Those whose builders also take refs of numbers that come from a shape."""
 
-def register(*targets: Any) -> Callable[[Builder], Builder]:
-    """Registers a builder for module types, functions, or tensor methods (by name).
+REWRITES: dict[Any, Callable[..., Any]] = {}
+"""From a module type, a function or a method's name to a function that does the same in smaller steps, each traced."""
+
+
+def register(*targets: Any, numbers: bool = False) -> Callable[[Builder], Builder]:
+    """Registers a builder for module types, functions (or their dotted names), or tensor methods (by name).
 
     The builder is called with the arguments of the call, a :class:`Ref` for each tensor that comes in; for a module
     type, with the module in front of them. It returns the operator.
+
+    Args:
+        *targets: What it is for.
+        numbers: Whether the builder also takes refs of numbers that come from a shape.
     """
 
     def add(builder: Builder) -> Builder:
         TABLE.update(dict.fromkeys(targets, builder))
+        (NUMBERS.update if numbers else NUMBERS.difference_update)(targets)
         return builder
 
     return add
 
 
-def find(target: Any) -> Builder | None:
-    """The builder for a module type (or one of its bases), a function or a method's name."""
+def rewrite(*targets: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Registers a function that does what a module type, a function or a method does, in steps that are known."""
+
+    def add(function: Callable[..., Any]) -> Callable[..., Any]:
+        REWRITES.update(dict.fromkeys(targets, function))
+        return function
+
+    return add
+
+
+def find(target: Any) -> Any:
+    """The key in the table for a module type (or one of its bases), a function or a method's name; None if not."""
     if isinstance(target, type):
-        return next((TABLE[base] for base in target.__mro__ if base in TABLE), None)
-    return TABLE.get(target)
+        return next((base for base in target.__mro__ if base in TABLE), None)
+    dotted = f"{getattr(target, '__module__', '')}.{getattr(target, '__qualname__', '')}"
+    return next((key for key in (target, dotted) if key in TABLE), None)
 
 
 def refs(value: Any) -> list[Ref]:
@@ -315,38 +444,57 @@ def refs(value: Any) -> list[Ref]:
         return [value]
     if isinstance(value, Mapping):
         value = list(value.values())
+    if isinstance(value, slice):
+        value = [value.start, value.stop, value.step]
     return [ref for item in value for ref in refs(item)] if isinstance(value, list | tuple) else []
 
 
-def bound(function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Callable[..., Any]:
+def bound(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Callable[..., Any]:
     """A function of the values of the refs among some arguments, in the order in which they stand."""
 
     def call(*values: Any) -> Any:
         rest = iter(values)
+        hollow = any(isinstance(v, Tensor) and v.is_meta for v in values)
 
         def fill(value: Any) -> Any:
             if isinstance(value, Ref):
                 return next(rest)
+            if isinstance(value, Tensor) and hollow:  # constants beside tensors without contents have none, either
+                return value.to("meta")
             if isinstance(value, list | tuple):
-                return (
-                    [fill(item) for item in value] if isinstance(value, list) else tuple(fill(item) for item in value)
-                )
+                items = [fill(item) for item in value]
+                return items if isinstance(value, list) else tuple(items)
+            if isinstance(value, slice):
+                return slice(fill(value.start), fill(value.stop), fill(value.step))
             return value
 
         filled = [fill(a) for a in args]
-        return function(*filled, **{name: fill(a) for name, a in kwargs.items()})
+        named = {name: fill(a) for name, a in kwargs.items()}
+        if hollow and isinstance(function, nn.Module):
+            state = {name: t.to("meta") for name, t in (*function.named_parameters(), *function.named_buffers())}
+            return torch.func.functional_call(function, state, tuple(filled), named)
+        return function(*filled, **named)
 
     return call
 
 
 # arithmetic on shapes
 
-SHAPES = {"size", "dim", "numel", "ndimension", "shape", "ndim", "dtype", "device", len}
+SHAPES = {
+    "size", "dim", "numel", "ndimension", "nelement", "shape", "ndim", "dtype", "device", "is_cuda",
+    "is_floating_point", "is_contiguous", len,
+}  # fmt: skip
 """What turns a tensor into numbers: the name of a method or an attribute, or a function."""
 
 ARITHMETIC = {
     operator.getitem, operator.add, operator.sub, operator.mul, operator.floordiv, operator.truediv, operator.mod,
-    operator.neg, operator.eq, operator.ne, operator.lt, operator.le, operator.gt, operator.ge, int, max, min,
-    math.ceil, math.floor, math.prod, torch._assert,
+    operator.neg, operator.eq, operator.ne, operator.lt, operator.le, operator.gt, operator.ge, int, max, min, float,
+    math.ceil, math.floor, math.prod, math.sqrt, torch._assert, operator.pow, "numel",
 }  # fmt: skip
 """What may be done with such numbers."""
+
+EMPTY = {
+    torch.zeros_like, torch.ones_like, torch.full_like, torch.empty_like, torch.rand_like, torch.randn_like,
+    "new_zeros", "new_ones", "new_full", "new_empty", "new_tensor",
+}  # fmt: skip
+"""What makes a new tensor of another one's shape or kind, whatever its values."""

@@ -10,16 +10,21 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
+from functools import cached_property
 from typing import Any
 
 from torch import nn
 
 from relprop import merges, rules
+from relprop.attention import Matrices
 from relprop.errors import RelpropError
+from relprop.gates import Product
 from relprop.graph import Graph, Node
 from relprop.merges import RATIO, SIGNED, Shares, Split
-from relprop.operators import AveragePool, BatchNorm, Linear, Mapped, MaxPool, Operator, Reduction, Sum, Unknown
+from relprop.norms import Norm
+from relprop.operators import BatchNorm, Mapped, MaxPool, Operator, Sum, Unknown
 from relprop.rules import Rule, epsilon, flat, gamma, wplus, zbox, zplus
+from relprop.transforms import same
 
 
 @dataclass(frozen=True)
@@ -59,10 +64,11 @@ class Pooling:
 WINNER = Pooling("winner")
 PASS = "pass"
 FOLD = "fold"
+HALVES = "halves"
 POOLINGS = {p.name: p for p in (WINNER, Pooling("average", zplus()), Pooling("average-2x2", zplus(1e-5), halves=True))}
 
 Treatment = Rule | Split | Pooling | str | None
-"""What a node gets: a rule, a split, a stand-in for a max pool, ``"pass"``, ``"fold"``; None if there is no choice."""
+"""What a node gets: a rule, a split, a stand-in for a max pool, one of the words above; None if there is no choice."""
 
 Override = Rule | Split | Pooling | Shares | str
 """What a user may ask for, by object, by name, or as a function that splits."""
@@ -141,6 +147,11 @@ class Plan:
     identity_skips: bool = True
     shapes: tuple[tuple[int, ...], ...] = field(default=(), compare=False)
 
+    @cached_property
+    def reached(self) -> frozenset[int]:
+        """The nodes that relevance can reach; what only makes gates, attention or masks counts as constant."""
+        return _reached(self.graph, self.treatments)
+
     @property
     def keeps_sign(self) -> bool:
         """Whether relevance that starts without negative values has none anywhere."""
@@ -160,7 +171,7 @@ class Plan:
                 "block": node.block,
                 "merge": node.merge,
                 "shape": list(self.shapes[i]) if self.shapes else None,
-                "treatment": self._describe(node, treatment),
+                "treatment": self._describe(node, treatment) if i in self.reached else "gets no relevance",
                 "source": node.source,
             }
             for i, (node, treatment) in enumerate(zip(self.graph, self.treatments, strict=True))
@@ -217,10 +228,12 @@ def make(
     treatments = [_treat(node, table, chosen, _upper(graph, node)) for node in graph]
     for key, value in (overrides or {}).items():
         _override(graph, treatments, key, _named(value))
-    for node, treatment in zip(graph, treatments, strict=True):
+    for i in sorted(_reached(graph, treatments)):
+        node, treatment = graph.nodes[i], treatments[i]
         if isinstance(node.operator, Unknown) and treatment != PASS:
+            look = "give plan an input, x, to look inside, " if node.operator.wrapped and graph.shape is None else ""
             msg = (
-                f"{node.name} ({node.operator.label}, {node.source}) has no rule; register one with "
+                f"{node.name} ({node.operator.label}, {node.source}) has no rule; {look}register one with "
                 "relprop.operators.register, or let relevance pass it unchanged with "
                 f"overrides={{{node.name!r}: 'pass'}}."
             )
@@ -229,6 +242,10 @@ def make(
     if overrides:
         settings["overrides"] = {getattr(k, "__name__", str(k)): str(_named(v)) for k, v in overrides.items()}
     return Plan(graph, tuple(treatments), settings, identity_skips)
+
+
+def _reached(graph: Graph, treatments: Sequence[Treatment]) -> frozenset[int]:
+    return graph.reached({i for i, treatment in enumerate(treatments) if treatment == HALVES})
 
 
 def _upper(graph: Graph, node: Node) -> bool:
@@ -244,13 +261,13 @@ def _treat(node: Node, preset: Preset, split: Split, upper: bool) -> Treatment:
     rule = preset.upper if upper else None
     if node.first:
         return preset.first
-    if isinstance(op, Linear):
-        return rule or (preset.conv if op.label.startswith("conv") else preset.dense)
-    if isinstance(op, AveragePool | Reduction):
-        return rule or preset.average
-    if isinstance(op, BatchNorm):
+    if isinstance(op, BatchNorm | Norm):
         norm = preset.upper_norm if rule else preset.norm
         return _unfolded(node, rule or _ZENNIT) if norm == FOLD else PASS
+    if isinstance(op, Mapped):
+        if not op.weighted and not isinstance(op, Matrices):
+            return rule or preset.average
+        return rule or (preset.conv if op.label.startswith("conv") else preset.dense)
     if isinstance(op, MaxPool):
         return preset.pool
     return split if isinstance(op, Sum) and op.parts > 1 else None
@@ -263,7 +280,7 @@ def _unfolded(node: Node, rule: Rule) -> Treatment:
 
 def _named(value: Override) -> Treatment:
     """Finds what a user's word stands for."""
-    if isinstance(value, Rule | Split | Pooling) or value in (PASS, FOLD):
+    if isinstance(value, Rule | Split | Pooling) or value in (PASS, FOLD, HALVES):
         return value
     if isinstance(value, str):
         if value in rules.NAMES:
@@ -271,7 +288,7 @@ def _named(value: Override) -> Treatment:
         if value in POOLINGS:
             return POOLINGS[value]
         if value not in merges.NAMES:
-            known = [*rules.NAMES, *merges.NAMES, *POOLINGS, PASS, FOLD]
+            known = [*rules.NAMES, *merges.NAMES, *POOLINGS, PASS, FOLD, HALVES]
             msg = f"There is no rule, split or pool treatment {value!r}; there are {', '.join(known)}."
             raise RelpropError(msg)
     return merges.split(value)
@@ -280,26 +297,39 @@ def _named(value: Override) -> Treatment:
 def _fits(treatment: Treatment, op: Operator) -> bool:
     """Whether an operator can be treated so."""
     if isinstance(treatment, Rule):
-        return isinstance(op, Mapped)
+        plain = all(term.weight is same for part in treatment.parts for term in part.terms) and treatment.parts[0].terms
+        return isinstance(op, Mapped) and (op.clamps or bool(plain))
     if isinstance(treatment, Split):
         return isinstance(op, Sum) and op.parts > 1
     if isinstance(treatment, Pooling):
         return isinstance(op, MaxPool)
-    return isinstance(op, BatchNorm) if treatment == FOLD else isinstance(op, BatchNorm | Unknown)
+    if treatment == HALVES:
+        return isinstance(op, Product) and len(op.inputs) > 1
+    norms = (BatchNorm, Norm)
+    return isinstance(op, norms) if treatment == FOLD else isinstance(op, (*norms, Unknown))
+
+
+_NORMS = (
+    nn.modules.batchnorm._BatchNorm,
+    nn.modules.instancenorm._InstanceNorm,
+    nn.LayerNorm,
+    nn.GroupNorm,
+    nn.RMSNorm,
+)
 
 
 def _override(graph: Graph, treatments: list[Treatment], key: Any, treatment: Treatment) -> None:
     """Puts a treatment at every node that a key means and that it fits; a key that means none is a mistake."""
     meant = [i for i, node in enumerate(graph) if _matches(node, key)]
     # A batch norm takes a rule of its own only by its own name or type: a rule for a whole block is for its maps.
-    direct = isinstance(key, type) and issubclass(key, nn.modules.batchnorm._BatchNorm)
+    direct = isinstance(key, type) and issubclass(key, _NORMS)
     fitting = [
         i
         for i in meant
         if _fits(treatment, graph.nodes[i].operator)
         and (
             not isinstance(treatment, Rule)
-            or not isinstance(graph.nodes[i].operator, BatchNorm)
+            or not isinstance(graph.nodes[i].operator, BatchNorm | Norm)
             or direct
             or graph.nodes[i].name == key
         )

@@ -153,7 +153,7 @@ def targets(target: Any, output: Sequence[int]) -> Tensor | None:
     Raises:
         RelpropError: If they do not fit the output.
     """
-    batch, classes = output
+    batch, classes = output[:2]
     if target is None:
         return None
     try:
@@ -213,6 +213,8 @@ def start(value: Any, target: Tensor | None, output: Sequence[int]) -> Beginning
         "one": lambda y: torch.ones_like(y).double(),
     }
     if isinstance(value, str) and value in kinds:
+        if len(output) > 2:
+            return lambda y, t: _at_pixels(t, y, kinds[value](y))
         return lambda y, t: _at(t, y, kinds[value](y).gather(1, t if t.ndim == 2 else t[:, None]).T)
     if not isinstance(value, Tensor):
         msg = f"The start {_brief(value)} is unknown; pass 'probability', 'logit', 'one' or a tensor."
@@ -221,12 +223,14 @@ def start(value: Any, target: Tensor | None, output: Sequence[int]) -> Beginning
         msg = "The start has NaN or infinite values; clean it."
         raise RelpropError(msg)
     shape = tuple(output[:1]) if target is None else tuple(target.shape)
-    if tuple(value.shape) == shape:
+    if tuple(value.shape) == shape and len(output) == 2:
         amounts = value if value.ndim == 2 else value[:, None]
         return lambda y, t: _at(t, y, amounts.T.double().to(y.device))
     if tuple(value.shape) == tuple(output) and target is None:
         return lambda y, _: _everywhere(value.to(y.device).double(), y)
     fitting = f"{shape}" if target is not None else f"{shape} or, for a start at every class, {tuple(output)}"
+    if len(output) > 2:
+        fitting = f"{tuple(output)}, with no target, for a model whose output is a map"
     msg = f"The start has shape {tuple(value.shape)}; it has to be {fitting}."
     raise RelpropError(msg)
 
@@ -240,9 +244,31 @@ def _at(target: Tensor, output: Tensor, amounts: Tensor) -> tuple[Tensor, Tensor
 
 def _everywhere(value: Tensor, output: Tensor) -> tuple[Tensor, Tensor]:
     """The user's own relevance of every class, with its largest value as the unit."""
-    unit = value.abs().amax(1)
+    unit = value.flatten(1).abs().amax(1)
     unit = torch.where(unit > 0, unit, 1.0)
-    return (value / unit[:, None])[None].to(output.dtype), unit[None]
+    return (value / unit.reshape(-1, *[1] * (value.ndim - 1)))[None].to(output.dtype), unit[None]
+
+
+def predicted(output: Tensor) -> Tensor:
+    """The predicted class of each sample; of a map, the one that most pixels are predicted to be of."""
+    best = output.argmax(1)
+    return best if best.ndim == 1 else best.flatten(1).mode(1).values
+
+
+def _at_pixels(target: Tensor, output: Tensor, amounts: Tensor) -> tuple[Tensor, Tensor]:
+    """The amounts of each target at the pixels that are predicted to be of its class, at all if none is."""
+    starts, units = [], []
+    for classes in target.T if target.ndim == 2 else target[None]:
+        here = output.argmax(1) == classes.reshape(-1, *[1] * (output.ndim - 2))
+        none = ~here.flatten(1).any(1)
+        here = here | none.reshape(-1, *[1] * (here.ndim - 1))
+        start = torch.zeros_like(amounts)
+        rows = torch.arange(len(output), device=output.device)
+        start[rows, classes] = amounts[rows, classes] * here
+        one, unit = _everywhere(start, output)
+        starts.append(one[0])
+        units.append(unit[0])
+    return torch.stack(starts), torch.stack(units)
 
 
 def _short(dtype: torch.dtype) -> str:

@@ -45,7 +45,8 @@ class State:
 def undisturbed(model: nn.Module) -> Iterator[None]:
     """Takes back what the model's own code stores on the model, or draws from torch's generator, in the meantime."""
     before = [(vars(m), dict(vars(m))) for m in model.modules()]
-    before += [(vars(m)[name], dict(vars(m)[name])) for m in model.modules() for name in _REGISTERED]
+    # Parameters, buffers and modules are in dictionaries, and so is what some models remember of the last call.
+    before += [(value, dict(value)) for m in model.modules() for value in vars(m).values() if isinstance(value, dict)]
     with torch.random.fork_rng(devices=[]):
         try:
             yield

@@ -8,20 +8,37 @@ to whom. There is no autograd and nothing is hung on the model: all state lives 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from relprop import samples
+from relprop.attention import Matrices
 from relprop.errors import RelpropError
+from relprop.gates import Product
 from relprop.graph import Call, Node
 from relprop.ledger import TOLERANCE, Ledger, total
 from relprop.maps import Convolution, Dense, LinearMap
 from relprop.merges import Split
-from relprop.operators import BatchNorm, Elementwise, Linear, Mapped, MaxPool, Reshape, Sum
-from relprop.plans import FOLD, PASS, Plan, Pooling, Treatment
+from relprop.operators import (
+    BatchNorm,
+    Constant,
+    Elementwise,
+    Linear,
+    Mapped,
+    MaxPool,
+    Reduction,
+    Scalar,
+    Sum,
+    Unknown,
+    reduced,
+)
+from relprop.plans import FOLD, HALVES, PASS, Plan, Pooling, Treatment
 from relprop.rules import Handed, Rule
+from relprop.shapes import Moved
 
 
 @dataclass
@@ -62,6 +79,7 @@ class Sweep:
         self._in_place = frozenset(i for i in range(len(graph)) if self._may_overwrite(i))
         activating = {i: j for i in self._in_place if (j := self._activates(i)) is not None}
         self._activating, self._activated = frozenset(activating), frozenset(activating.values())
+        self._leads: dict[tuple[int, ...], tuple[int | None, ...]] = {}
 
     # -- forward --
 
@@ -93,21 +111,23 @@ class Sweep:
             RelpropError: If a node cannot take what comes in, or the output is not ``(batch, classes)``.
         """
         values: list[Any] = [torch.empty(x.shape, dtype=x.dtype, device="meta")]
+        leads: list[int | None] = [samples.APART]
         for i, node in enumerate(self.plan.graph.nodes[1:], start=1):
             inputs = [values[j] for j in node.inputs]
-            _check_shape(node, inputs[0], x)
+            _check_shape(node, inputs[0] if inputs else None, x)
             try:
                 values.append(node.operator.shape(*inputs))
-            except (RuntimeError, ValueError, TypeError, IndexError) as error:
+            except (RuntimeError, ValueError, TypeError, IndexError, NotImplementedError) as error:
                 reason = str(error).strip().split("\n")[0].rstrip(".")
-                msg = f"{node.name} ({node.operator.label}) cannot take {tuple(inputs[0].shape)}: {reason}."
+                shape = tuple(inputs[0].shape) if isinstance(inputs[0], Tensor) else inputs[0]
+                msg = f"{node.name} ({node.operator.label}) cannot take {shape}: {reason}."
                 raise RelpropError(msg) from None
-            if isinstance(values[i], Tensor) and values[i].shape[:1] != x.shape[:1]:
-                msg = (
-                    f"{node.name} ({node.operator.label}, {node.source}) makes {tuple(values[i].shape)} of a batch of "
-                    f"{len(x)}; relprop needs the samples to stay apart, along the first axis."
-                )
-                raise RelpropError(msg)
+            leads.append(samples.lead(node.operator, inputs, [leads[j] for j in node.inputs], values[i], len(x)))
+            if i not in self.plan.reached or isinstance(node.operator, Scalar):
+                continue
+            self._check_apart(node, values[i], inputs, leads[i], len(x))
+            if isinstance(node.operator, Unknown):
+                node.operator.check(inputs[0], values[i])
             treatment = self.plan.treatments[i]
             if isinstance(treatment, Rule):
                 treatment.check(inputs[0])
@@ -118,10 +138,29 @@ class Sweep:
             if isinstance(treatment, Pooling) and isinstance(node.operator, MaxPool):
                 treatment.check(node.name, node.operator, inputs[0].shape, values[i].shape)
         shapes = tuple(tuple(v.shape) if isinstance(v, Tensor) else () for v in values)
-        if len(shapes[-1]) != 2:
-            msg = f"The model's output has shape {shapes[-1]}; relprop explains outputs of shape (batch, classes)."
+        self._leads[tuple(x.shape)] = tuple(leads)
+        if len(shapes[-1]) < 2:
+            msg = (
+                f"The model's output has shape {shapes[-1]}; relprop explains outputs of shape (batch, classes), or "
+                "(batch, classes, height, width) and the like."
+            )
             raise RelpropError(msg)
         return shapes
+
+    @staticmethod
+    def _check_apart(node: Node, after: Any, inputs: Sequence[Any], lead: int | None, batch: int) -> None:
+        """Refuses a value in which the samples of a batch cannot be told apart."""
+        op = node.operator
+        mixed = lead is None if batch > 1 else len(inputs[0]) == 1
+        if isinstance(op, Reduction) and mixed and 0 in [axis % inputs[0].ndim for axis in op.axes]:
+            msg = f"{op.label} over axis 0 mixes the samples of a batch, so it has no rule; leave that axis out."
+            raise RelpropError(msg)
+        if lead is None or (isinstance(after, Tensor) and after.numel() % (lead * batch)):
+            msg = (
+                f"{node.name} ({op.label}, {node.source}) makes {tuple(getattr(after, 'shape', ()))} of a batch of "
+                f"{batch}; relprop needs the samples to stay apart."
+            )
+            raise RelpropError(msg)
 
     def _value(self, i: int, node: Node, inputs: Sequence[Any]) -> Any:
         op = node.operator
@@ -131,7 +170,7 @@ class Sweep:
             return op.activated(*inputs)
         if i in self._activating:
             return inputs[0]
-        if self._folds(i, inputs[0]):
+        if i in self._norm_of and self._folds(i, inputs[0]):
             return self._fold(i)(inputs[0])
         if (
             isinstance(op, BatchNorm)
@@ -179,7 +218,10 @@ class Sweep:
         if not isinstance(node.operator, Elementwise) or node.operator.in_place is not torch.relu_:
             return None
         j = node.inputs[0]
-        if isinstance(self.plan.graph.nodes[j].operator, BatchNorm):
+        if (
+            isinstance(self.plan.graph.nodes[j].operator, BatchNorm)
+            and self._norm_of.get(self.plan.graph.nodes[j].inputs[0]) == j
+        ):
             j = self.plan.graph.nodes[j].inputs[0]
         op = self.plan.graph.nodes[j].operator
         return j if isinstance(op, Sum) or (isinstance(op, Linear) and isinstance(op.linear, Convolution)) else None
@@ -193,11 +235,21 @@ class Sweep:
     def _needs(self, i: int) -> tuple[int, ...]:
         """The nodes whose values a node needs on the way back."""
         node, treatment = self.plan.graph.nodes[i], self.plan.treatments[i]
-        if i in self._weighing:
+        if i in self._weighing and i in self.plan.reached:
             return node.inputs
+        op = node.operator
+        needed: tuple[int, ...] = ()
         if isinstance(treatment, Pooling):
-            return (node.inputs[0],) if treatment.rule else (node.inputs[0], i)
-        return (node.inputs[0],) if isinstance(treatment, Rule) and treatment.needs_input() else ()
+            needed = (node.inputs[0],) if treatment.rule else (node.inputs[0], i)
+        elif op.looks:
+            needed = node.inputs
+        elif isinstance(op, Moved):  # what says where elements go
+            numbers = [isinstance(self.plan.graph.nodes[j].operator, Scalar) for j in node.inputs]
+            needed = tuple(j for k, j in enumerate(node.inputs) if numbers[k] or k not in op.heirs)
+        elif isinstance(op, Mapped) and isinstance(treatment, Rule):
+            makers = tuple(node.inputs[k] for k in op.makers)
+            needed = (*makers, node.inputs[op.signal]) if treatment.needs_input() else makers
+        return needed if i in self.plan.reached else ()
 
     # -- back --
 
@@ -226,6 +278,8 @@ class Sweep:
         """
         graph = self.plan.graph
         calls = graph.calls
+        batch = record.shapes[0][0]
+        leads = self._leads.get(record.shapes[0], (samples.APART,) * len(graph))
         ledger = Ledger(tuple(n.name for n in graph), calls, total(start), scale, several, TOLERANCE[start.dtype])
         signed = not self.plan.keeps_sign or bool((start < 0).any())
         crossing = {
@@ -233,20 +287,20 @@ class Sweep:
             for call in layers
         }
         caught: dict[Call, Tensor] = {}
-        arrived = {len(graph) - 1: _Flow(start, signed)}
+        arrived = {len(graph) - 1: _Flow(start, signed, leads[-1], batch)}
         for i in range(len(graph) - 1, 0, -1):
             flow = arrived.pop(i, None)
             if flow is None:
                 continue
-            handed = self._hand(i, flow.relevance, record)
+            handed = self._hand(i, flow.relevance, record, leads)
             # What a rule or a split has computed is in memory of its own; all else may be somebody's view.
             computed = isinstance(self.plan.treatments[i], Rule | Split | Pooling)
             if handed.absorbed:
-                ledger.absorbed[i] = handed.absorbed
+                ledger.absorbed[i] = {cause: _by_sample(a, batch) for cause, a in handed.absorbed.items()}
             for j, relevance in zip(graph.nodes[i].inputs, handed.relevance, strict=False):
                 if relevance is None:
                     continue
-                share = flow if relevance is flow.relevance else _Flow(relevance, signed)
+                share = flow if relevance is flow.relevance else _Flow(relevance, signed, leads[j], batch)
                 ledger.record(i, j, share.amount, share.size)
                 for call, edges in crossing.items():
                     if (i, j) in edges:
@@ -263,32 +317,68 @@ class Sweep:
         result = arrived[0].relevance if 0 in arrived else start.new_zeros((start.shape[0], *record.shapes[0]))
         return result, caught, ledger
 
-    def _hand(self, i: int, r: Tensor, record: Record) -> Handed:
+    def _hand(self, i: int, r: Tensor, record: Record, leads: Sequence[int | None]) -> Handed:
         """Lets a node's treatment hand its relevance on; where there is none, it passes."""
         node, treatment = self.plan.graph.nodes[i], self.plan.treatments[i]
         op = node.operator
-        if isinstance(op, Reshape):
-            return Handed((op.back(r, record.shapes[node.inputs[0]]),), {})
         if isinstance(op, Sum) and isinstance(treatment, Split):
-            return self._part(i, op, treatment, r, record)
+            return self._part(i, op, treatment, r, record, leads[i])
         if isinstance(op, MaxPool) and isinstance(treatment, Pooling):
             a = record.values[node.inputs[0]]
             if treatment.rule is None:
                 return Handed((op.pool.winners(a, record.values[i], r),), {})
+            if not a.isfinite().all():  # padded by hand, with what no maximum can be
+                a = a.clamp(min=torch.finfo(a.dtype).min / 2**20)
             linear: LinearMap = (op.halves if treatment.halves else op.pool).average(a)
             return treatment.rule(linear, a, r, nonnegative=self._is_nonnegative(node.inputs[0]))
         if isinstance(op, Mapped) and isinstance(treatment, Rule):
-            # A rule that looks at no input value was given none: only the shape matters.
-            a = record.values.get(node.inputs[0], r.new_empty(()).expand(record.shapes[node.inputs[0]]))
+            return self._map(i, op, treatment, r, record, leads[i])
+        if isinstance(op, Product) and treatment == HALVES:
+            op = replace(op, signals=(0, 1))
+        batch = record.shapes[0][0]
+        return op.hand(r, self._inputs(node, record, r), lambda part: samples.summed(part, leads[i], batch))
+
+    def _inputs(self, node: Node, record: Record, r: Tensor) -> list[Any]:
+        """A node's inputs; of those whose values were not kept, only the shapes."""
+        return [
+            record.values[j] if j in record.values else r.new_empty(()).expand(record.shapes[j]) for j in node.inputs
+        ]
+
+    def _map(self, i: int, op: Mapped, rule: Rule, r: Tensor, record: Record, lead: int | None) -> Handed:
+        """Lets a rule hand relevance through a linear map."""
+        node = self.plan.graph.nodes[i]
+        values = self._inputs(node, record, r)
+        signals = op.signals if isinstance(op, Matrices) else (op.signal,)
+        handed: list[Tensor | None] = [None] * len(values)
+        absorbed: dict[str, Tensor] = {}
+        for k in signals:
+            j, a = node.inputs[k], values[k]
             norm = self._norm_of.get(i)
-            linear = self._fold(i) if norm is not None and self.plan.treatments[norm] == FOLD else op.map(a)
-            return treatment(linear, a, r, nonnegative=self._is_nonnegative(node.inputs[0]))
-        return Handed((r,), {})
+            if norm is not None and self.plan.treatments[norm] == FOLD:
+                linear = self._fold(i)
+            else:
+                linear = op.map_of(k, *values) if isinstance(op, Matrices) else op.map(*values)
+            share = r if len(signals) == 1 else r / len(signals)
+            if isinstance(op, Reduction) and 0 in [axis % a.ndim for axis in op.axes]:
+                result = _over_first(op, rule, a, share, record.shapes[0][0], lead)
+            elif lead not in (None, samples.APART) and isinstance(linear, Dense):
+                # The rule is to see the samples in front, as everywhere.
+                batch = record.shapes[0][0]
+                share = torch.stack([samples.in_front(part, lead, batch) for part in share])
+                result = rule(linear, samples.in_front(a, lead, batch), share, nonnegative=self._is_nonnegative(j))
+                assert result.relevance[0] is not None
+                result = Handed((samples.as_before(result.relevance[0], a.shape),), result.absorbed)
+            else:
+                result = rule(linear, a, share, nonnegative=self._is_nonnegative(j))
+            handed[k] = result.relevance[0]
+            for cause, amount in result.absorbed.items():
+                absorbed[cause] = absorbed[cause] + amount if cause in absorbed else amount
+        return Handed(tuple(handed), absorbed)
 
     def _is_nonnegative(self, i: int) -> bool:
         return self.plan.graph.nodes[i].nonnegative
 
-    def _part(self, i: int, op: Sum, split: Split, r: Tensor, record: Record) -> Handed:
+    def _part(self, i: int, op: Sum, split: Split, r: Tensor, record: Record, lead: int | None) -> Handed:
         """Splits relevance among the branches of a sum; a constant is one more, with nobody behind it."""
         node = self.plan.graph.nodes[i]
         takers = self._takers(node, op, split)
@@ -299,16 +389,25 @@ class Sweep:
                 values.append(torch.as_tensor(op.constant, dtype=r.dtype, device=r.device))
             branches = [values[b].expand(record.shapes[i]) for b in takers]
         known = [b < len(node.inputs) and op.factors[b] > 0 and self._is_nonnegative(node.inputs[b]) for b in takers]
-        handed = split(branches, len(takers), r, known)
+        batch = record.shapes[0][0]
+        if lead in (None, samples.APART):
+            handed = split(branches, len(takers), r, known)
+        else:
+            branches = [samples.in_front(branch, lead, batch) for branch in branches]
+            handed = split(branches, len(takers), torch.stack([samples.in_front(p, lead, batch) for p in r]), known)
+            back = (None if h is None else samples.as_before(h, record.shapes[i]) for h in handed.relevance)
+            handed = Handed(tuple(back), handed.absorbed)
         relevance: list[Tensor | None] = [None] * len(node.inputs)
         absorbed = dict(handed.absorbed)
         for b, share in zip(takers, handed.relevance, strict=True):
             if share is None:
                 continue
-            if b == len(node.inputs):
-                absorbed["constant"] = total(share)
+            # What depends on nothing but shapes may be one for all samples, which could not be told apart there.
+            if b == len(node.inputs) or isinstance(self.plan.graph.nodes[node.inputs[b]].operator, Constant):
+                kept = samples.summed(share, lead, batch)
+                absorbed["constant"] = absorbed["constant"] + kept if "constant" in absorbed else kept
             else:
-                relevance[b] = _reduced(share, record.shapes[node.inputs[b]])
+                relevance[b] = reduced(share, record.shapes[node.inputs[b]])
         return Handed(tuple(relevance), absorbed)
 
     def _takers(self, node: Node, op: Sum, split: Split) -> list[int]:
@@ -318,10 +417,10 @@ class Sweep:
 class _Flow:
     """Relevance on its way, with its sums."""
 
-    def __init__(self, relevance: Tensor, signed: bool) -> None:
+    def __init__(self, relevance: Tensor, signed: bool, lead: int | None, batch: int) -> None:
         self.relevance = relevance
-        self.amount = total(relevance)
-        self.size = total(relevance.abs()) if signed else self.amount
+        self.amount = samples.summed(relevance, lead, batch)
+        self.size = samples.summed(relevance.abs(), lead, batch) if signed else self.amount
 
     def joined(self, other: _Flow, *, fresh: bool) -> _Flow:
         """The sum of two flows; written over the other one if that is fresh, that is, nobody else's."""
@@ -331,13 +430,21 @@ class _Flow:
         return both
 
 
-def _reduced(share: Tensor, shape: Sequence[int]) -> Tensor:
-    """Sums a share ``(T, ...)`` over the axes along which its branch was broadcast."""
-    extra = share.ndim - 1 - len(shape)
-    if extra:
-        share = share.sum(list(range(1, 1 + extra)))
-    axes = [axis for axis, n in enumerate(shape, start=1) if n == 1 and share.shape[axis] != 1]
-    return share.sum(axes, keepdim=True) if axes else share
+def _over_first(op: Reduction, rule: Rule, a: Tensor, r: Tensor, batch: int, lead: int | None) -> Handed:
+    """A rule at a mean over the first axis, where that is not the samples': they are moved in front of it."""
+    axes = {axis % a.ndim for axis in op.axes}
+    samples_at = next(k for k in range(a.ndim) if k not in axes and a.shape[k] == batch)
+    moved = Reduction(op.label, op.inputs, tuple(axis + (axis < samples_at) for axis in axes), op.keep, op.mean)
+    in_front = a.movedim(samples_at, 0)
+    at = next(k for k in range(r.ndim - 1) if prod(r.shape[1 : 1 + k]) == (lead or 1) and r.shape[1 + k] == batch)
+    result = rule(moved.map(in_front), in_front, r.movedim(at + 1, 1))
+    assert result.relevance[0] is not None
+    return Handed((result.relevance[0].movedim(1, samples_at + 1),), result.absorbed)
+
+
+def _by_sample(amount: Tensor, batch: int) -> Tensor:
+    """Sums what was absorbed, ``(T, items)``, over the items of each sample."""
+    return amount if amount.shape[1] == batch else amount.reshape(len(amount), batch, -1).sum(2)
 
 
 def _check_shape(node: Node, a: Any, x: Tensor) -> None:

@@ -11,30 +11,33 @@ import inspect
 import operator
 import os
 import threading
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 
-from relprop import operators, vocabulary
+from relprop import activations, attention, gates, norms, operators, shapes, upsampling, vocabulary
 from relprop.blocks import annotated
 from relprop.errors import RelpropError
 from relprop.graph import Call, Graph, Node
 from relprop.operators import ARITHMETIC, SHAPES, Elementwise, Operator, Ref, Sum
 from relprop.state import undisturbed
 
+FAMILIES = (vocabulary, activations, shapes, gates, norms, attention, upsampling)
+"""The rooms that register operators: all of torch's words that are known."""
+
 TRACING = threading.RLock()
 """fx traces one model at a time in a process."""
 
 
-def trace(model: nn.Module) -> Graph:
+def trace(model: nn.Module, x: Tensor | None = None) -> Graph:
     """Traces a model of one input.
 
     Args:
         model: The model, in evaluation mode.
+        x: An input, for code that cannot be traced without knowing shapes; the graph is then good for its shape only.
 
     Returns:
         Its graph.
@@ -42,7 +45,7 @@ def trace(model: nn.Module) -> Graph:
     Raises:
         RelpropError: If its code cannot be traced.
     """
-    tracer = Tracer()
+    tracer = Tracer() if x is None else ShapedTracer(model, x)
     defaults = {
         name: p.default
         for name, p in list(inspect.signature(model.forward).parameters.items())[1:]
@@ -58,9 +61,20 @@ def trace(model: nn.Module) -> Graph:
                 f"{type(model).__name__} cannot be traced by torch.fx ({type(error).__name__}: {reason}); "
                 "code that branches on values, or builds modules as it runs, has to move out of forward."
             )
-            raise RelpropError(msg) from error
+            raise TraceError(msg) from error
         nodes = _nodes(model, recorded, tracer)
-    return Graph(tuple(annotated(_flat_sums(nodes))))
+    return Graph(tuple(annotated(_flat_sums(nodes))), None if x is None else tuple(x.shape))
+
+
+def answer(returned: Any) -> Any:
+    """What is explained of what a model returns: of a dict, its ``out`` or ``logits``; all else as it is."""
+    if isinstance(returned, Mapping):
+        return next((returned[name] for name in ("out", "logits") if name in returned), returned)
+    return returned
+
+
+class TraceError(RelpropError):
+    """A model whose code cannot be followed, in this way at least."""
 
 
 class _Proxy(fx.Proxy):
@@ -110,9 +124,16 @@ class Tracer(fx.Tracer):
         outside = self._stack
         self._stack = (*outside, (name, count))
         try:
+            if type(m) in operators.REWRITES:
+                return operators.REWRITES[type(m)](m, *args, **kwargs)
             return super().call_module(m, forward, args, kwargs)
         finally:
             self._stack = outside
+
+    def create_proxy(self, kind: str, target: Any, args: Any, kwargs: Any, *rest: Any, **options: Any) -> Any:
+        if kind in ("call_function", "call_method") and target in operators.REWRITES:
+            return operators.REWRITES[target](*args, **kwargs)
+        return super().create_proxy(kind, target, args, kwargs, *rest, **options)
 
     def getattr(self, attr: str, attr_val: Any, parameter_proxy_cache: dict[str, fx.Proxy]) -> Any:
         if threading.get_ident() != self._thread:
@@ -131,6 +152,103 @@ class Tracer(fx.Tracer):
         return node
 
 
+class _ShapedProxy(_Proxy):
+    """A symbolic tensor that knows what it stands for: shapes are plain numbers, and code may branch on them."""
+
+    def __getattr__(self, name: str) -> Any:
+        tracer = self.tracer
+        assert isinstance(tracer, ShapedTracer)
+        value = getattr(tracer.values[self.node] if name not in ("device", "is_meta", "is_cuda") else tracer.x, name)
+        if isinstance(value, Tensor):
+            return tracer.create_proxy("call_function", getattr, (self, name), {})
+        return fx.proxy.Attribute(self, name) if callable(value) and not isinstance(value, type) else value
+
+    def __len__(self) -> int:
+        return len(self._value)
+
+    def __iter__(self) -> Any:
+        return (self[k] for k in range(len(self)))  # type: ignore[index] # fx adds it
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        self.tracer.create_proxy("call_function", operator.setitem, (self, index, value), {})
+
+    @property
+    def _value(self) -> Tensor:
+        tracer = self.tracer
+        assert isinstance(tracer, ShapedTracer)
+        value: Tensor = tracer.values[self.node]
+        return value
+
+
+class ShapedTracer(Tracer):
+    """Computes as it records, so that every size is known; looks into functions that were wrapped to hide them."""
+
+    def __init__(self, model: nn.Module, x: Tensor) -> None:
+        super().__init__()
+        self.values: dict[fx.Node, Any] = {}
+        self._model, self.x = model, x
+        self._computing = False
+
+    def proxy(self, node: fx.Node) -> fx.Proxy:
+        return _ShapedProxy(node, self)
+
+    def getattr(self, attr: str, attr_val: Any, parameter_proxy_cache: dict[str, fx.Proxy]) -> Any:  # noqa: ARG002 - fx's
+        return attr_val  # weights are what they are: what is computed of them alone needs no recording
+
+    def call_module(
+        self, m: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        if self._computing:
+            return forward(*args, **kwargs)
+        return super().call_module(m, forward, args, kwargs)
+
+    def create_proxy(self, kind: str, target: Any, args: Any, kwargs: Any, *rest: Any, **options: Any) -> Any:
+        if kind == "call_function" and is_wrapped(target):
+            return target(*args, **kwargs)
+        if kind in ("call_function", "call_method") and target in operators.REWRITES:
+            return operators.REWRITES[target](*args, **kwargs)
+        proxy = super().create_proxy(kind, target, args, kwargs, *rest, **options)
+        value = self.values[proxy.node] = self._computed(proxy.node)
+        if isinstance(value, Tensor) or kind == "placeholder":
+            return proxy
+        if isinstance(value, list | tuple) and value and all(isinstance(v, Tensor) for v in value):
+            return [self.create_proxy("call_function", operator.getitem, (proxy, k), {}) for k in range(len(value))]
+        return value
+
+    def _value(self, n: fx.Node) -> Any:
+        if n not in self.values:  # a constant tensor, which fx hangs on the model
+            self.values[n] = self._computed(n)
+        return self.values[n]
+
+    def _computed(self, n: fx.Node) -> Any:
+        """The value of a node, without contents: code that branches on more than shapes finds nothing to look at."""
+        if n.op == "placeholder":
+            first = all(k.op != "placeholder" for k in self.values)
+            return torch.empty_like(self.x, device="meta") if first else None
+        if n.op == "get_attr":
+            value = _attribute(self._model, str(n.target))
+            return value.to("meta") if isinstance(value, Tensor) else value
+        args: Any = fx.map_arg(n.args, self._value)
+        kwargs: Any = fx.map_arg(n.kwargs, self._value)
+        if n.op == "call_module":
+            module = self._model.get_submodule(str(n.target))
+            state = {name: t.to("meta") for name, t in (*module.named_parameters(), *module.named_buffers())}
+            self._computing = True
+            try:
+                return torch.func.functional_call(module, state, args, kwargs)
+            finally:
+                self._computing = False
+        return _evaluate(n, None, args, kwargs)
+
+
+def is_wrapped(target: Any) -> bool:
+    """Whether a function is a model's own, which fx was told (``torch.fx.wrap``) not to look into."""
+    home = (getattr(target, "__module__", None) or "").partition(".")[0]
+    return (
+        inspect.isfunction(target) and home not in ("torch", "_operator", "builtins") and operators.find(target) is None
+    )
+
+
 # -- from fx to nodes --
 
 
@@ -146,10 +264,11 @@ def _nodes(model: nn.Module, recorded: fx.Graph, tracer: Tracer) -> list[Node]:
     if len(inputs) > 1:
         msg = f"{type(model).__name__} takes {len(inputs)} inputs; relprop explains models of one tensor."
         raise RelpropError(msg)
+    result = answer(result)
     if not isinstance(result, fx.Node):
         msg = (
             f"{type(model).__name__} returns a {type(result).__name__}; relprop explains models that return one "
-            "tensor (batch, classes)."
+            "tensor (batch, classes), or name it 'out' or 'logits' in a dict."
         )
         raise RelpropError(msg)
 
@@ -187,7 +306,7 @@ def _nodes(model: nn.Module, recorded: fx.Graph, tracer: Tracer) -> list[Node]:
         name = str(n.target) if module is not None else f"{owner}.{operation.label}".lstrip(".")
         value[n] = add(name, operation, n)
         written = mutated(n, module)
-        if written is not None and isinstance(value[written], Ref) and not isinstance(operation, operators.Scalar):
+        if written is not None and isinstance(value[written], Ref) and type(operation) is not operators.Scalar:
             # Whoever reads that tensor from here on reads the new value: the one name stands for the other.
             aliases = _aliases(nodes, value[written])
             value.update({key: value[n] for key, old in value.items() if isinstance(old, Ref) and old in aliases})
@@ -198,32 +317,36 @@ def _operator(
     target: Any, module: nn.Module | None, args: Any, kwargs: Any, n: fx.Node, nodes: Sequence[Node]
 ) -> Operator:
     inputs = operators.refs((args, kwargs))
-    scalar = [isinstance(nodes[ref.node].operator, operators.Scalar) for ref in inputs]
-    function = getattr(Tensor, target) if isinstance(target, str) else target
+    known = [nodes[ref.node].operator for ref in inputs]
+    numbers = [isinstance(op, operators.Scalar) for op in known]
+    function: Any = getattr(Tensor, target, None) if isinstance(target, str) else target
     if target is getattr:
         target, args, function = args[1], args[:1], operator.attrgetter(args[1])
-    if target in SHAPES or (all(scalar) and target in ARITHMETIC):
-        return operators.Scalar("shape", tuple(inputs), operators.bound(function, args, kwargs))
+    function = shapes.assigned if target is operator.setitem else function
+    call = operators.bound(function if module is None else module, args, kwargs)
+    if target is operator.getitem and isinstance(known[0], operators.Several) and isinstance(args[1], int):
+        return known[0].part(args[1])
+    plain = all(numbers) and not any(isinstance(op, operators.Constant) for op in known)
+    if target in SHAPES or (plain and target in ARITHMETIC):
+        return operators.Scalar("shape", tuple(inputs), call)
+    label = target if isinstance(target, str) else getattr(target, "__name__", str(target))
+    if all(numbers) or target in operators.EMPTY:
+        return operators.Constant(label.strip("_"), tuple(inputs), call)
     if "input" in kwargs:  # torch's own name for the first argument
         args, kwargs = (kwargs["input"], *args), {k: v for k, v in kwargs.items() if k != "input"}
-    builder = operators.find(target)
-    label = target if isinstance(target, str) else getattr(target, "__name__", str(target))
-    unknown = operators.Unknown(label, tuple(inputs), operators.bound(module or function, args, kwargs))
-    if builder is None or (any(scalar) and not _takes_numbers(builder)):
+    key = operators.find(target)
+    unknown = operators.Unknown(label, tuple(inputs), call, is_wrapped(target))
+    only_numbers = [type(op) is operators.Scalar for op in known]
+    if key is None or (any(only_numbers) and key not in operators.NUMBERS):
         return unknown
     try:
-        return builder(*([module] if module is not None else []), *args, **kwargs)
+        return operators.TABLE[key](*([module] if module is not None else []), *args, **kwargs)
     except (TypeError, StopIteration):  # called in a way that the vocabulary does not know
         return unknown
     except RelpropError as error:
         where = str(n.target) if module is not None else label
         msg = f"{where} ({_source(n)}): {error}."
         raise RelpropError(msg) from None
-
-
-def _takes_numbers(builder: operators.Builder) -> bool:
-    """Whether an operator may be given numbers that come from a shape: those that rearrange may."""
-    return isinstance(builder, partial) and builder.func is vocabulary.rearrange
 
 
 def _attribute(model: nn.Module, path: str) -> Any:
@@ -261,7 +384,7 @@ def mutated(n: fx.Node, module: nn.Module | None) -> fx.Node | None:
     return n.all_input_nodes[0] if in_place and n.all_input_nodes else None
 
 
-_IN_PLACE_OPERATORS = {operator.iadd, operator.isub, operator.imul, operator.itruediv}
+_IN_PLACE_OPERATORS = {operator.iadd, operator.isub, operator.imul, operator.itruediv, operator.setitem}
 _INPLACE_ARGUMENT = {"relu": 1, "relu6": 1, "leaky_relu": 2, "dropout": 3, "dropout2d": 3}
 """Where ``inplace`` stands among the arguments of functions that have it."""
 
@@ -315,6 +438,7 @@ def _renumbered(nodes: Sequence[Node], kept: Sequence[int]) -> list[Node]:
 
 def _flat_sums(nodes: list[Node]) -> list[Node]:
     """Makes one sum of several terms out of a chain of sums of two."""
+    gates.decide(nodes)
     consumers = Graph(tuple(nodes)).consumers()
     inlined: set[int] = set()
     for i, node in enumerate(nodes):

@@ -177,11 +177,11 @@ def _linear_module(module: nn.Linear, x: Ref) -> Operator:
 
 @register(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 def _batch_norm_module(m: nn.BatchNorm2d, x: Ref) -> Operator:
-    return _batch_norm(x, m.running_mean, m.running_var, _detached(m.weight), _detached(m.bias), eps=m.eps)
+    return batch_norm(x, m.running_mean, m.running_var, _detached(m.weight), _detached(m.bias), eps=m.eps)
 
 
 @register(F.batch_norm)
-def _batch_norm(
+def batch_norm(
     x: Ref,
     running_mean: Tensor | None,
     running_var: Tensor | None,
@@ -191,6 +191,7 @@ def _batch_norm(
     momentum: float = 0.1,  # noqa: ARG001 - has a meaning in training only
     eps: float = 1e-5,
 ) -> Operator:
+    """A batch norm in evaluation."""
     if training or running_mean is None or running_var is None:
         msg = "a batch norm without running statistics mixes the samples of a batch, so it has no rule"
         raise RelpropError(msg)
@@ -286,15 +287,17 @@ for _name, _targets in {
     "squeeze": (torch.squeeze, "squeeze"),
     "unsqueeze": (torch.unsqueeze, "unsqueeze"),
     "unflatten": (torch.unflatten, "unflatten"),
+    "view_as": ("view_as",),
+    "reshape_as": ("reshape_as",),
 }.items():
-    register(*_targets)(partial(rearrange, Reshape, _name, getattr(Tensor, _name)))
+    register(*_targets, numbers=True)(partial(rearrange, Reshape, _name, getattr(Tensor, _name)))
 # A view asks for a layout that our tensors, channels last, need not have.
-register("view")(partial(rearrange, Reshape, "view", Tensor.reshape))
+register("view", numbers=True)(partial(rearrange, Reshape, "view", Tensor.reshape))
 
-for _name in ("permute", "transpose", "movedim", "moveaxis", "swapaxes", "swapdims"):
-    register(getattr(torch, _name), _name)(partial(rearrange, Permute, _name, getattr(Tensor, _name)))
+for _name in ("permute", "transpose", "movedim", "moveaxis", "swapaxes", "swapdims", "t"):
+    register(getattr(torch, _name), _name, numbers=True)(partial(rearrange, Permute, _name, getattr(Tensor, _name)))
 for _name in ("T", "mT"):
-    register(_name)(partial(rearrange, Permute, _name, operator.attrgetter(_name)))
+    register(_name, numbers=True)(partial(rearrange, Permute, _name, operator.attrgetter(_name)))
 
 
 @register(nn.Flatten)

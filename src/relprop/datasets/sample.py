@@ -176,6 +176,16 @@ class Dataset:
             )
         return replace(self, samples=tuple(s for s in self if ranks[s.name] < n))
 
+    def first(self, n: int = 1) -> Dataset:
+        """The first images of every class, by name; all of a class that has fewer."""
+        counts: dict[int | None, int] = {}
+        chosen = set()
+        for sample in sorted(self, key=lambda s: s.name):
+            counts[sample.label] = counts.get(sample.label, 0) + 1
+            if counts[sample.label] <= n:
+                chosen.add(sample.name)
+        return replace(self, samples=tuple(s for s in self if s.name in chosen))
+
     def limit(self, total: int, seed: int = 0) -> Dataset:
         """At most so many images, spread over the classes as evenly as can be; all of them if there are not more."""
         if total < 1:

@@ -21,7 +21,7 @@ __all__ = ["Method", "Progress", "get", "names", "register"]
 
 _FAMILIES = (lrp, captum_methods, zennit_methods, cam, perturbation, controls)
 _METHODS: dict[str, Method] = {method.name: method for family in _FAMILIES for method in family.METHODS}
-_SUFFIX = re.compile(r"\+(?:sum|hq(?P<levels>[1-9]\d*)?(?P<released>-released)?)$")
+_SUFFIX = re.compile(r"\+(?:sum|hq(?P<levels>[2-9]|[1-9]\d+)?(?P<released>-released)?)$")
 
 
 def names() -> list[str]:

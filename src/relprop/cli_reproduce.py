@@ -1,0 +1,72 @@
+"""The verb that makes the paper's tables and figures anew."""
+
+# ruff: noqa: D301, PLC0415
+# D301: \b keeps the lines of the examples apart. PLC0415: torch is imported where it computes, so that --help is quick.
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from relprop.errors import RelpropError
+from relprop.runs import DONE, SOME_FAILED, load_model
+
+ALL, PAGE = "all", "page"
+
+
+def reproduce(
+    name: Annotated[str, typer.Argument(metavar="NAME", help="A table or figure of the paper, page, or all.")],
+    data: Annotated[Path | None, typer.Option(help="A folder of ImageNet's validation images.")] = None,
+    limit: Annotated[int, typer.Option(min=1, help="At most so many images, one a class.")] = 50,
+    costly: Annotated[int, typer.Option(min=1, help="And of those so many for Score-CAM.")] = 24,
+    model: Annotated[str, typer.Option(help="As for explain.")] = "resnet50",
+    weights: Annotated[str, typer.Option(help="As for explain.")] = "auto",
+    batch_size: Annotated[int, typer.Option(min=1, help="Images that are explained at once.")] = 8,
+    page: Annotated[Path | None, typer.Option(help="The page whose blocks are written anew; for page.")] = None,
+    out: Annotated[Path, typer.Option(help="The folder of results; started again, it continues.")] = Path(
+        "runs/reproduction"
+    ),
+) -> int:
+    """Make a table or figure of the paper anew: its figures beside those measured here, under two protocols.
+
+    \b
+    table1 table2 table3 rules        the paper's tables
+    channels classes pools norms      what they leave open
+    conservation errors timing        its analyses
+    qualitative splitting quantization ablation   its figures
+    page                              a page's tables, from the results in --out
+    \b
+    relprop reproduce table2 --data imagenet/ --limit 10
+    relprop reproduce all --data imagenet/ --limit 50 --out runs/reproduction
+    relprop reproduce page --out results/imagenet --page docs/reproduction.md
+    """
+    from relprop import datasets
+    from relprop.memory import keep_freed
+    from relprop.reproduction.page import refresh
+    from relprop.reproduction.work import BARE, TASKS, WHERE, Work
+
+    if name not in (*TASKS, PAGE, ALL):
+        raise RelpropError(f"There is no {name!r} to reproduce; there are {', '.join(TASKS)}, {PAGE} and {ALL}.")
+    if name == PAGE:
+        path = page or out / "README.md"
+        if not path.is_file():
+            raise RelpropError(f"There is no page {path}; pass one with blocks such as <!-- table1 --> as --page.")
+        path.write_text(refresh(path.read_text(), out))
+        return DONE
+    keep_freed()
+    images = None if data is None else datasets.open(data).first()
+    chosen = TASKS if name == ALL else [name]
+    if images is None and not set(chosen) <= BARE:
+        raise RelpropError(WHERE)
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise RelpropError(f"The folder {out} cannot be made: {error.strerror}.") from None
+    work = Work(load_model(model, weights), images, limit, costly, batch_size, out)
+    for each in chosen:
+        typer.echo(f"{each}\n\n{TASKS[each](work)}\n")
+    for failure, reason in work.failures.items():
+        typer.echo(f"error: {failure}: {reason}", err=True)
+    return SOME_FAILED if work.failures else DONE
