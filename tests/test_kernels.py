@@ -6,7 +6,7 @@ from torch.nn import functional as F
 
 from relprop import kernels
 from relprop.maps import Convolution
-from relprop.tiles import SIZE, tiles
+from relprop.tiles import SIZE, tileable, tiles
 from relprop.transforms import positive, same
 
 GEOMETRIES = [
@@ -63,19 +63,22 @@ def test_kernels_are_used_here_and_nowhere_else() -> None:
 
 
 @pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
-def test_tiles_cover_everything_once(layout: torch.memory_format) -> None:
-    a = torch.randn(3, 64, 40, 40).contiguous(memory_format=layout)
-    result = torch.zeros_like(a)
+def test_tiles_cover_every_sample_once(layout: torch.memory_format) -> None:
+    a = torch.randn(3, 64, 80, 80).contiguous(memory_format=layout)
+    result, sums = torch.zeros_like(a), [0.0] * 3
+    assert tileable(a, result)
     pieces = list(tiles(a, result))
-    assert len(pieces) == -(-a.numel() // SIZE) > 1
-    for one, out in pieces:
+    assert len(pieces) == 3 * -(-a[0].numel() // SIZE) > 3
+    for sample, (one, out) in pieces:
         out.add_(one)
+        sums[sample] += float(one.double().sum())
     assert torch.equal(result, a)
+    torch.testing.assert_close(torch.tensor(sums, dtype=torch.float64), a.double().sum((1, 2, 3)))
 
 
-def test_what_does_not_lie_alike_comes_whole() -> None:
+def test_what_does_not_lie_alike_has_no_tiles() -> None:
     a = torch.randn(3, 64, 40, 40)
     for other in (a.contiguous(memory_format=torch.channels_last), a[:1].expand_as(a), a.transpose(2, 3)):
-        assert len(list(tiles(a, other))) == 1
-    assert len(list(tiles(a[:, ::2], a[:, ::2]))) == 1
-    assert len(list(tiles(a[0, 0]))) == 1
+        assert not tileable(a, other)
+    assert not tileable(a[:, ::2], a[:, ::2])
+    assert not tileable(a[:1].expand_as(a))

@@ -25,7 +25,7 @@ class Packed:
         padding: Zeros on both sides of each axis.
         dilation: Spacing on each axis.
         groups: Number of groups.
-        shape: That of an input; others are taken too.
+        shape: That of an input, for which the weights are laid out; others are taken too, but slowly.
     """
 
     def __init__(
@@ -38,6 +38,7 @@ class Packed:
         groups: int,
         shape: Sequence[int],
     ) -> None:
+        self.shape = shape
         self._bias = bias
         self._how = list(padding), list(stride), list(dilation), groups
         self._weight = torch.ops.mkldnn._reorder_convolution_weight(weight.contiguous(), *self._how, list(shape))

@@ -7,6 +7,7 @@ module received or handed on is what crossed its border.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,17 +16,26 @@ import torch
 from torch import Tensor
 
 from relprop.errors import RelpropError
+from relprop.tiles import tileable
 
 TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-10}
 """The largest leak, relative, that counts as rounding."""
 
 
-def total(r: Tensor) -> Tensor:
-    """Sums relevance ``(T, B, ...)`` to ``(T, B)`` in float64.
+def total(r: Tensor, *, size: bool = False) -> Tensor:
+    """Sums relevance ``(T, B, ...)``, or with ``size`` its magnitudes, to ``(T, B)`` in float64.
 
     Rows of float32 are summed as they are (torch sums them pairwise, at about 1e-7) before the sum over the rows,
     which is as exact as the values and many times faster than widening each of them.
     """
+    if r.ndim > 3:
+        row = math.gcd(r[0, 0].numel(), 1024)
+        if row >= 32 and tileable(r.flatten(0, 1)):
+            count = r[0, 0].numel() // row
+            rows = r.as_strided((*r.shape[:2], count, row), (r.stride(0), r.stride(1), row, 1))
+            rows = torch.linalg.vector_norm(rows, 1, -1) if size else rows.sum(-1)
+            return rows.sum(-1, dtype=torch.float64)
+    r = r.abs() if size else r
     if r.ndim > 3:
         # In the order of memory, whatever the layout: channels last, or contiguous.
         r = r.movedim(2, -1) if r.stride(2) == 1 else r

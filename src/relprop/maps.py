@@ -34,6 +34,7 @@ class LinearMap(ABC):
         self.weight = weight
         self.bias = bias
         self._changed: dict[Transform, Tensor] = {}
+        self._fans: dict[tuple[int, ...], tuple[Tensor, Tensor | None]] = {}
 
     def __call__(self, a: Tensor) -> Tensor:
         """Applies the map as the model does, bias included."""
@@ -50,7 +51,7 @@ class LinearMap(ABC):
 
     def shares(self, s: Tensor, transform: Transform, shape: Sequence[int], times: Tensor | None = None) -> Tensor:
         """:meth:`transpose`, with transformed weights, of ``(T, B, ...)``; multiplied with the inputs if they count."""
-        c = self.transpose(s.flatten(0, 1), self.weights(transform), shape).unflatten(0, s.shape[:2])
+        c: Tensor = self.transpose(s.flatten(0, 1), self.weights(transform), shape).unflatten(0, s.shape[:2])
         if times is None:
             return c
         # A mean's transpose is an expanded view, which cannot be written to.
@@ -82,6 +83,14 @@ class LinearMap(ABC):
         """Counts the real inputs of every output unit, for inputs of ``shape``; a batch of one."""
         ones = self.weight.new_ones((1, *shape))
         return self.apply(ones, torch.ones_like(self.weight))
+
+    def fans(self, shape: Sequence[int]) -> tuple[Tensor, Tensor | None]:
+        """:meth:`fan`, at least one, and where it is none; None if nowhere. Computed once for each shape."""
+        key = tuple(shape)
+        if key not in self._fans:
+            fan = self.fan(shape)
+            self._fans[key] = fan.clamp(min=1), None if fan.all() else fan == 0
+        return self._fans[key]
 
 
 class Dense(LinearMap):
@@ -157,16 +166,18 @@ class Convolution(LinearMap):
 
     def shares(self, s: Tensor, transform: Transform, shape: Sequence[int], times: Tensor | None = None) -> Tensor:
         step = self._step
-        if step is None or len(s) > 1 or times is None or not packable(s[0]) or 0 in s.stride():
+        if step is None or times is None or not packable(s[0]) or 0 in s.stride():
             return super().shares(s, transform, shape, times)
-        if transform not in self._back:
-            self._back[transform] = self._reversed(transform(self.weight), s.shape[1:])
-        if step == 1:
-            return self._back[transform](s[0], times=times)[None]
-        # A kernel of one pixel: what lies between the steps is seen by no output.
-        result = torch.zeros_like(times)
-        result[..., ::step, ::step] = self._back[transform](s[0], times=times[..., ::step, ::step])
-        return result[None]
+        targets, s = len(s), s.flatten(0, 1)
+        if transform not in self._back or self._back[transform].shape != s.shape:
+            self._back[transform] = self._reversed(transform(self.weight), s.shape)
+        kernel, seen = self._back[transform], times[..., ::step, ::step]
+        c: Tensor = kernel(s, times=seen) if targets == 1 else kernel(s).unflatten(0, (targets, -1)).mul_(seen)
+        if step > 1:  # a kernel of one pixel: what lies between the steps is seen by no output
+            between = c.reshape(len(s), *c.shape[-3:])
+            c = torch.empty((len(s), *shape), dtype=s.dtype, memory_format=torch.channels_last).zero_()
+            c[..., ::step, ::step] = between
+        return c.reshape(targets, -1, *shape)
 
     @cached_property
     def _step(self) -> int | None:
@@ -183,7 +194,7 @@ class Convolution(LinearMap):
 
     def _kernel(self, a: Tensor, transform: Transform | None) -> Packed:
         """The packed convolution with the model's weights and bias, or with transformed ones and none."""
-        if transform not in self._kernels:
+        if transform not in self._kernels or self._kernels[transform].shape != a.shape:
             weight, bias = (self.weight, self._flat_bias) if transform is None else (transform(self.weight), None)
             how = self.stride, self._padding, self.dilation, self.groups
             self._kernels[transform] = Packed(weight, bias, *how, a.shape)
@@ -214,12 +225,14 @@ class Convolution(LinearMap):
         # All inputs of a group get the same, so one channel a group is computed and repeated.
         per_group = s.unflatten(1, (self.groups, -1)).sum(2)
         even = self._transpose(per_group, self._window, (self.groups, *shape[1:]), self.groups)
-        return even.repeat_interleave(shape[0] // self.groups, 1)
+        inputs = shape[0] // self.groups
+        return even.expand(-1, inputs, *shape[1:]) if self.groups == 1 else even.repeat_interleave(inputs, 1)
 
     def fan(self, shape: Sequence[int]) -> Tensor:
         ones = self.weight.new_ones((1, self.groups, *shape[1:]))
         seen = self._convolve(ones, self._window, None, self.groups) * (shape[0] // self.groups)
-        return seen.repeat_interleave(self.weight.shape[0] // self.groups, 1)
+        outputs = self.weight.shape[0] // self.groups
+        return seen.expand(-1, outputs, *seen.shape[2:]) if self.groups == 1 else seen.repeat_interleave(outputs, 1)
 
     @cached_property
     def _window(self) -> Tensor:
@@ -281,16 +294,30 @@ class Window(LinearMap):
     Args:
         members: One ``(outputs, inputs)`` matrix of zeros and ones for each of the trailing axes.
         scale: Factor of each output, of the outputs' spatial shape.
+        sliding: Kernel, stride and padding of windows of two axes that torch can sum by itself, which is faster.
     """
 
-    def __init__(self, members: Sequence[Tensor], scale: Tensor) -> None:
+    def __init__(
+        self, members: Sequence[Tensor], scale: Tensor, sliding: tuple[list[int], list[int], list[int]] | None = None
+    ) -> None:
         super().__init__(scale)
-        self._members = list(members)
+        self._members, self._sliding = list(members), sliding
 
     def apply(self, a: Tensor, weight: Tensor) -> Tensor:
+        if self._sliding and a.ndim == 4:
+            kernel, stride, padding = self._sliding
+            return F.avg_pool2d(a, kernel, stride, padding, divisor_override=1).mul_(weight)
         return self._contract(a, self._members) * weight
 
-    def transpose(self, s: Tensor, weight: Tensor, shape: Sequence[int]) -> Tensor:  # noqa: ARG002 - told by members
+    def transpose(self, s: Tensor, weight: Tensor, shape: Sequence[int]) -> Tensor:
+        if self._sliding and s.ndim == 4:
+            kernel, stride, padding = self._sliding
+            like = torch.empty((len(s), *shape), dtype=s.dtype, device=s.device, memory_format=torch.channels_last)
+            ones = weight.new_ones((shape[0], 1, *kernel))
+            back: Tensor = torch.ops.aten.convolution_backward(
+                s * weight, like, ones, None, stride, padding, [1, 1], False, [0, 0], shape[0], [True, False, False]
+            )[0]
+            return back
         return self._contract(s * weight, [m.T for m in self._members])
 
     def _contract(self, x: Tensor, matrices: Sequence[Tensor]) -> Tensor:

@@ -19,8 +19,8 @@ from torch import Tensor
 from relprop.errors import RelpropError
 from relprop.ledger import total
 from relprop.rules import Handed
-from relprop.tiles import tiles
-from relprop.transforms import over, tiny
+from relprop.tiles import tileable, tiles
+from relprop.transforms import tiny
 
 Shares = Callable[[tuple[Tensor, ...]], Sequence[Tensor | float]]
 """A user's own split: from a sum's branches, each with a batch axis, to the share that each of them gets."""
@@ -53,10 +53,6 @@ class Split:
         return self.weights is not None or self.shares is not None
 
     @property
-    def _by_magnitude(self) -> bool:
-        return self.weights is torch.abs
-
-    @property
     def keeps_sign(self) -> bool:
         """Whether relevance that is nowhere negative stays so; of a user's function, nothing is known."""
         return self.shares is None and self.epsilon is None
@@ -71,7 +67,14 @@ class Split:
         """
         return [main] if self.main_only else [i for i in range(count) if i not in closed]
 
-    def __call__(self, branches: Sequence[Tensor], count: int, r: Tensor, nonnegative: Sequence[bool] = ()) -> Handed:
+    def __call__(
+        self,
+        branches: Sequence[Tensor],
+        count: int,
+        r: Tensor,
+        nonnegative: Sequence[bool] = (),
+        spare: Sequence[bool] = (),
+    ) -> Handed:
         """Hands the relevance of a sum to those of its branches that get something.
 
         Args:
@@ -79,6 +82,7 @@ class Split:
             count: Their number.
             r: Relevance of the sum, ``(T, B, ...)``.
             nonnegative: Which of them are known to have no negative values.
+            spare: Which of them, and then whether ``r``, nobody needs after: they may be written over.
 
         Returns:
             Relevance of each of them, and what was absorbed.
@@ -88,52 +92,73 @@ class Split:
         """
         if count == 1:
             return Handed((r,), {})
-        if self._by_magnitude and count == 2 and len(r) == 1:
-            return Handed(_halves(*branches, r[0]), {})
+        if self.weights is not None and count == 2 and len(r) == 1 and tileable(*branches, r[0]):
+            spare = spare or [False] * 3
+            if self.epsilon is None:
+                return _by_magnitude(branches, r[0], nonnegative or [False, False], spare)
+            return _by_value(branches, r[0], self.epsilon, spare)
         if self.weights is not None:
-            # The magnitude of what is not negative is itself, and not ours to write over.
-            own = [not self._by_magnitude or not known for known in nonnegative or [False] * count]
-            weights = [self.weights(h) if mine else h for h, mine in zip(branches, own, strict=True)]
-            return self._in_proportion(weights, r, own)
+            return self._in_proportion([self.weights(h) for h in branches], r)
         shares = self.shares(tuple(branches)) if self.shares else [1 / count] * count
         if not isinstance(shares, Sequence) or len(shares) != count:
             msg = f"The split {self.name} has to give a list or tuple of {count} shares, one for each branch."
             raise RelpropError(msg)
         return Handed(tuple(r * share for share in shares), {})
 
-    def _in_proportion(self, weights: Sequence[Tensor], r: Tensor, own: Sequence[bool]) -> Handed:
+    def _in_proportion(self, weights: Sequence[Tensor], r: Tensor) -> Handed:
         """``R_b = w_b / (sum w + eps) R``; where all weights are zero, equal parts."""
         whole = _sum(weights)
         absorbed = {}
-        nothing = None
         if self.epsilon is not None:
             eps = torch.where(whole < 0, -1.0, 1.0).to(whole.dtype) * self.epsilon
             whole = whole + eps
             absorbed["epsilon"] = total(r / whole * eps)
-        elif whole.amin() <= tiny(whole.dtype):
-            nothing = whole <= tiny(whole.dtype)
-            whole.masked_fill_(nothing, torch.inf)
-        part = over(r, whole)
-        single = len(part) == 1 and self._by_magnitude
-        handed = [
-            w.mul_(part[0])[None] if mine and single else part * w for w, mine in zip(weights[:-1], own, strict=False)
-        ]
-        handed.append(part.mul_(weights[-1]))
-        if nothing is not None:
-            even = r * nothing / len(weights)
-            handed = [h + even for h in handed]
-        return Handed(tuple(handed), absorbed)
+            return Handed(tuple(r * (w / whole) for w in weights), absorbed)
+        nothing = whole <= tiny(whole.dtype)
+        whole.masked_fill_(nothing, torch.inf)
+        shares = [torch.where(nothing, 1 / len(weights), w / whole) for w in weights[:-1]]
+        handed = [r * share for share in shares]
+        rest = r - handed[0]
+        for h in handed[1:]:
+            rest -= h
+        return Handed((*handed, rest), absorbed)
 
 
-def _halves(one: Tensor, other: Tensor, r: Tensor) -> tuple[Tensor, Tensor]:
-    """What two branches get in proportion to their magnitudes; 0/0 halves. What one does not get, the other does."""
-    mine, rest = torch.empty_like(r), torch.empty_like(r)
-    for a, b, whole, x, y in tiles(one, other, r, mine, rest):
-        torch.abs(a, out=x)
-        torch.abs(b, out=y).add_(x)
-        x.div_(y).nan_to_num_(0.5).mul_(whole)
+def _by_magnitude(branches: Sequence[Tensor], r: Tensor, nonnegative: Sequence[bool], spare: Sequence[bool]) -> Handed:
+    """Parts relevance between two branches by magnitude, piece by piece; 0/0 halves.
+
+    What the one does not get, the other does. Sums are taken while a piece is at hand.
+    """
+    last = 0 if spare[0] and not spare[1] else 1  # the one that may be written over
+    one, other = branches[1 - last], branches[last]
+    mine = other if spare[last] else torch.empty_like(r)
+    rest = r if spare[2] else torch.empty_like(r)
+    sums = [[0.0] * len(r) for _ in range(2)]
+    for sample, (a, b, whole, x, y) in tiles(one, other, r, mine, rest):
+        size = a if nonnegative[1 - last] else a.abs()
+        torch.abs(b, out=x).add_(size)
+        torch.div(size, x, out=x).nan_to_num_(0.5).mul_(whole)
         torch.sub(whole, x, out=y)
-    return mine[None], rest[None]
+        sums[1 - last][sample] += x.sum().item()
+        sums[last][sample] += y.sum().item()
+    handed = (mine, rest) if last else (rest, mine)
+    amounts = torch.tensor(sums, dtype=torch.float64)
+    return Handed((handed[0][None], handed[1][None]), {}, (amounts[:1], amounts[1:]))
+
+
+def _by_value(branches: Sequence[Tensor], r: Tensor, epsilon: float, spare: Sequence[bool]) -> Handed:
+    """Parts relevance between two branches by value, piece by piece, and names what the stabiliser takes."""
+    mine, rest = (h if known else torch.empty_like(r) for h, known in zip(branches, spare, strict=False))
+    sums = [[0.0] * len(r) for _ in range(3)]
+    eps = r.new_full((), epsilon)
+    for sample, (a, b, whole, x, y) in tiles(*branches, r, mine, rest):
+        part = a + b
+        signed = torch.copysign(eps, part)
+        torch.div(whole, part.add_(signed), out=part)
+        for k, share in enumerate((torch.mul(a, part, out=x), torch.mul(b, part, out=y), signed.mul_(part))):
+            sums[k][sample] += share.sum().item()
+    amounts = torch.tensor(sums, dtype=torch.float64)
+    return Handed((mine[None], rest[None]), {"epsilon": amounts[2:]}, (amounts[:1], amounts[1:2]))
 
 
 def _sum(tensors: Sequence[Tensor]) -> Tensor:

@@ -28,7 +28,6 @@ from relprop.errors import RelpropError
 from relprop.maps import Convolution, Dense, Diagonal, LinearMap, Mean
 from relprop.pools import Pool, Sliding
 from relprop.rules import Handed
-from relprop.tiles import tiles
 
 Total = Callable[[Tensor], Tensor]
 """Sums relevance to one number a target and sample."""
@@ -285,18 +284,15 @@ class Sum(Operator):
         parts = [*self.branches(values), *([] if self.constant is None else [self.constant])]
         return sum(parts[1:], start=parts[0]) if len(parts) > 1 else parts[0] + 0
 
+    def activated(self, *values: Any) -> Any:
+        """The ReLU of the sum."""
+        if self.parts == 2 and self.factors == (1, 1):
+            return torch.ops.aten._add_relu(*values)
+        return self.forward(*values).relu_()
+
     def shape(self, *values: Any) -> Any:
         constant = [] if not isinstance(self.constant, Tensor) else [self.constant.to("meta")]
         return values[0].new_empty(torch.broadcast_shapes(*(v.shape for v in (*values, *constant))))
-
-    def activated(self, *values: Any) -> Any:
-        """The ReLU of the sum."""
-        if len(values) != 2 or self.parts != 2 or self.factors != (1, 1) or values[0].shape != values[1].shape:
-            return self.forward(*values).relu_()
-        result = torch.empty_like(values[0])
-        for one, other, both in tiles(*values, result):
-            torch.add(one, other, out=both).relu_()
-        return result
 
     def branches(self, values: Sequence[Tensor]) -> list[Tensor]:
         """What is added, constants left out."""

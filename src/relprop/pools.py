@@ -10,9 +10,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import product
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from relprop.errors import RelpropError
 from relprop.maps import Window
@@ -112,9 +114,17 @@ class Pool:
             count = Window(matrices, a.new_ones(())).fan((1, *sizes))[0, 0].clamp(min=1)
             # What torch divides by depends on three options; its answer for ones says it all.
             whole = 1.0 if self.kind == "max" else self.forward(a.new_ones(1, 1, *sizes))[0, 0]
-            scale = whole / count
-            self._maps[key] = Window(matrices, scale)
+            self._maps[key] = Window(matrices, whole / count, self._plain(sizes))
         return self._maps[key]
+
+    def _plain(self, sizes: Sequence[int]) -> tuple[list[int], list[int], list[int]] | None:
+        """Kernel, stride and padding, where torch knows windows of just this kind, and none sticks out."""
+        w = self.windows
+        if not isinstance(w, Sliding) or len(w.kernel) != 2 or w.dilation != (1, 1):
+            return None
+        inside = all(2 * p <= k for p, k in zip(w.padding, w.kernel, strict=True))
+        as_floor = Sliding(w.kernel, w.stride, w.padding, w.dilation).tables(sizes) == w.tables(sizes)
+        return (list(w.kernel), list(w.stride), list(w.padding)) if inside and as_floor else None
 
     def winners(self, a: Tensor, y: Tensor, r: Tensor) -> Tensor:
         """Hands each window's relevance to its largest input, evenly among those that tie.
@@ -127,6 +137,8 @@ class Pool:
         Returns:
             Relevance of the input, ``(T, B, C, *sizes)``.
         """
+        if isinstance(self.windows, Sliding):
+            return _sliding_winners(self.windows, a, y, r)
         sizes = tuple(a.shape[a.ndim - self.axes :])
         tables = self.windows.tables(sizes)
         # One pass a position in the window; short windows (at borders) point at input 0, with a mask of False.
@@ -151,6 +163,36 @@ class Pool:
         for (index, _), hit in zip(picks, hits, strict=True):
             _add(result, index, share * hit)
         return result
+
+
+def _sliding_winners(windows: Sliding, a: Tensor, y: Tensor, r: Tensor) -> Tensor:
+    """:meth:`Pool.winners` for windows that slide: each position in the window is a slice of the padded input."""
+    axes = len(windows.kernel)
+    outputs = y.shape[-axes:]
+    around: list[int] = []
+    for axis in reversed(range(axes)):
+        reach = (outputs[axis] - 1) * windows.stride[axis] + windows.dilation[axis] * (windows.kernel[axis] - 1) + 1
+        before = windows.padding[axis]
+        around += [before, max(0, reach - before - a.shape[axis - axes])]
+    padded = F.pad(a, around, value=-torch.inf)
+    slices: list[tuple[Any, ...]] = [
+        (
+            ...,
+            *(
+                slice(k * d, k * d + (n - 1) * s + 1, s)
+                for k, d, n, s in zip(position, windows.dilation, outputs, windows.stride, strict=True)
+            ),
+        )
+        for position in product(*map(range, windows.kernel))
+    ]
+    hits = [padded[place] == y for place in slices]
+    share = r / sum(hit.to(r.dtype) for hit in hits)
+    result = torch.zeros_like(padded).expand(len(r), *padded.shape).clone(memory_format=torch.preserve_format)
+    for place, hit in zip(slices, hits, strict=True):
+        result[place].addcmul_(share, hit.to(r.dtype))
+    for axis in range(axes):
+        result = result.narrow(axis - axes, windows.padding[axis], a.shape[axis - axes])
+    return result
 
 
 def _select(a: Tensor, index: Sequence[Tensor]) -> Tensor:

@@ -24,6 +24,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from math import gcd
 from typing import Any, NamedTuple
 
 import torch
@@ -32,7 +33,7 @@ from torch import Tensor
 from relprop.errors import RelpropError
 from relprop.ledger import total
 from relprop.maps import LinearMap, Transform
-from relprop.tiles import tiles
+from relprop.tiles import tileable, tiles
 from relprop.transforms import Above, Boosted, negative, one_sample, over, positive, same, square, tiny
 
 IMAGENET_LOW = (-0.485 / 0.229, -0.456 / 0.224, -0.406 / 0.225)
@@ -73,10 +74,12 @@ class Handed(NamedTuple):
     Attributes:
         relevance: Relevance of each input, ``(T, B, ...)``; None for inputs that get nothing.
         absorbed: What stayed behind, ``(T, B)``, by cause.
+        amounts: The sums of what each input gets, ``(T, B)``, where they are known already.
     """
 
     relevance: tuple[Tensor | None, ...]
     absorbed: dict[str, Tensor]
+    amounts: tuple[Tensor | None, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -116,7 +119,15 @@ class Rule:
         for term in (term for part in self.parts for term in part.terms if isinstance(term.input, Above)):
             term.input(a)
 
-    def __call__(self, linear: LinearMap, a: Tensor, r: Tensor, *, nonnegative: bool = False) -> Handed:
+    @property
+    def divides_output(self) -> bool:
+        """Whether what it divides by, up to the stabiliser, is the map's own output, bias and all."""
+        part = self.parts[0]
+        return len(self.parts) == 1 and part.terms == (Term(same, same),) and part.bias is same and not part.sign
+
+    def __call__(
+        self, linear: LinearMap, a: Tensor, r: Tensor, *, nonnegative: bool = False, y: Tensor | None = None
+    ) -> Handed:
         """Hands the relevance of a map's output to its input.
 
         Args:
@@ -124,6 +135,7 @@ class Rule:
             a: Its input, ``(B, *shape)``.
             r: Relevance of its output, ``(T, B, ...)``: T targets of each sample.
             nonnegative: Whether the input is known to have no negative values, which saves half of the terms.
+            y: The map's output, where the rule divides by it and it is at hand; written over.
 
         Returns:
             Relevance of the input, and what was absorbed.
@@ -134,8 +146,11 @@ class Rule:
         for part in self.parts:
             terms = [t for t in part.terms if not (nonnegative and t.input is negative)]
             live = [a if nonnegative and t.input is positive else t.input(a) for t in terms]
-            sums = [linear.sums(x, term.weight) for term, x in zip(terms, live, strict=True)]
-            z = _sum(sums) if sums else linear.fan(shape)
+            if y is None:
+                sums = [linear.sums(x, term.weight) for term, x in zip(terms, live, strict=True)]
+                z = _sum(sums) if sums else linear.fan(shape)
+            else:
+                z = y
             flow = r if part.share == 1 else r * part.share
             if part.sign:
                 flow, dropped = self._outputs_of(part.sign, linear, a, flow)
@@ -143,28 +158,33 @@ class Rule:
             if self.epsilon is None:
                 s, even = _divide(linear, flow, z, shape, absorbed)
             else:
-                s, even = self._stabilise(linear, part, flow, z, absorbed), None
+                bias = None if part.bias is None or linear.bias is None else part.bias(linear.bias)
+                z = z if bias is None or y is not None else z + bias
+                s, even = self._stabilise(flow, z, bias, absorbed), None
             if not terms:
                 result = _per_target(linear.spread, s, shape)
             for term, x in zip(terms, live, strict=True):
                 c = linear.shares(s, term.weight, shape, None if term.input is one_sample else x)
                 result = c if result is None else result + c
-            result = result if even is None or result is None else result + even
+            if even is not None and result is not None:
+                result = result + even if 0 in result.stride() else result.add_(even)
         return Handed((result,), absorbed)
 
-    def _stabilise(self, linear: LinearMap, part: Part, r: Tensor, z: Tensor, absorbed: dict[str, Tensor]) -> Tensor:
-        """Divides by ``z + b + eps sign(z + b)`` and names what the last two terms take."""
-        bias = None if part.bias is None or linear.bias is None else part.bias(linear.bias)
-        z = z if bias is None else z + bias
+    def _stabilise(self, r: Tensor, z: Tensor, bias: Tensor | None, absorbed: dict[str, Tensor]) -> Tensor:
+        """Divides by ``z + eps sign(z)``, with the bias in ``z``, and names what the two take."""
         eps = torch.full((), self.epsilon or 0.0, dtype=z.dtype, device=z.device)
         if self.relative:
             rms = z.flatten(1).square().mean(1).sqrt()
             eps = (eps * rms).clamp(min=tiny(z.dtype)).reshape(-1, *[1] * (z.ndim - 1))
-        eps = torch.where(z + eps == 0 if self.unsigned else z < 0, -eps, eps)
-        s = r / (z + eps)
-        _note(absorbed, "epsilon", total(s * eps))
+        if not self.unsigned and len(r) == 1 and tileable(r[0], z):
+            s, taken = _steadied(r[0], z, eps)
+        else:
+            eps = torch.where(z + eps == 0 if self.unsigned else z < 0, -eps, eps)
+            s = r / (z + eps)
+            taken = total(s * eps)
+        _note(absorbed, "epsilon", taken)
         if bias is not None:
-            _note(absorbed, "bias", total(s * bias))
+            _note(absorbed, "bias", _shared(s, bias))
         return s
 
     @staticmethod
@@ -193,6 +213,23 @@ def _per_target(function: Callable[..., Tensor], s: Tensor, *args: Any) -> Tenso
     return result
 
 
+def _steadied(r: Tensor, z: Tensor, eps: Tensor) -> tuple[Tensor, Tensor]:
+    """Writes ``r / (z + eps sign(z))`` over ``z``, piece by piece; and sums up what ``eps`` takes."""
+    taken = [0.0] * len(r)
+    for sample, (above, below) in tiles(r, z):
+        signed = torch.copysign(eps[sample].flatten() if eps.ndim else eps, below)
+        torch.div(above, below.add_(signed), out=below)
+        taken[sample] += signed.mul_(below).sum().item()
+    return z[None], torch.tensor([taken], dtype=torch.float64)
+
+
+def _shared(s: Tensor, bias: Tensor) -> Tensor:
+    """What a bias takes: ``sum_j s_j b_j``, ``(T, B)``."""
+    if bias.numel() == bias.shape[0] == s.shape[2]:  # one a channel
+        return s.flatten(3).sum(3).double() @ bias.flatten().double() if s.ndim > 3 else s.double() @ bias.double()
+    return total(s * bias)
+
+
 def _divide(
     linear: LinearMap, r: Tensor, z: Tensor, shape: Sequence[int], absorbed: dict[str, Tensor]
 ) -> tuple[Tensor, Tensor | None]:
@@ -202,21 +239,48 @@ def _divide(
         ``r / z``, zero at outputs without contributions; and what those hand to their inputs evenly, or None.
     """
     threshold = tiny(z.dtype)
+    low = z.amin() if z.device.type == "cpu" else None  # an accelerator would have to stop for the answer
     # Denominators have one sign within a part, so the one nearest to zero is at one end.
-    if z.amin() > threshold or z.amax() < -threshold:
+    if low is not None and (low > threshold or z.amax() < -threshold):
         return over(r, z), None
-    z = z if z.shape == r.shape[1:] else z.expand(r.shape[1:]).clone()
-    orphaned = torch.empty_like(r)
-    for below, *several in tiles(z, *r, *orphaned):
-        dead = below.abs() <= threshold
-        for arrived, lost in zip(several[: len(r)], several[len(r) :], strict=True):
-            torch.mul(arrived, dead, out=lost)
-        below.masked_fill_(dead, torch.inf)
-    fan = linear.fan(shape)
-    if not fan.all():
-        _note(absorbed, "padding", total(orphaned * (fan == 0)))
-    even = _per_target(linear.spread, orphaned.div_(fan.clamp(min=1)), shape)
-    return over(r, z), even
+    if low is not None and len(r) == 1 and tileable(r[0], z):
+        s, orphaned = _around(r, z, threshold)
+        if orphaned is None:
+            return s, None
+    else:
+        dead = z.abs() <= threshold
+        orphaned = r * dead
+        s = over(r, z.masked_fill_(dead, torch.inf))
+    fan, unseen = linear.fans(shape)
+    if unseen is not None:
+        _note(absorbed, "padding", total(orphaned * unseen))
+    return s, _per_target(linear.spread, orphaned.div_(fan), shape)
+
+
+def _around(r: Tensor, z: Tensor, threshold: float) -> tuple[Tensor, Tensor | None]:
+    """Divides relevance ``(1, B, ...)`` by all but dead denominators, which are few, and have relevance seldom.
+
+    Returns:
+        ``r / z``, zero where ``z`` is; and the relevance there, zero elsewhere, or None if there is none.
+    """
+    everything = (z.numel(),), (1,)
+    where = _small(z.as_strided(*everything), threshold)
+    lost = r.as_strided(*everything)[where]
+    s = over(r, z)
+    s.as_strided(*everything)[where] = 0
+    if not lost.any():
+        return s, None
+    orphaned = torch.zeros_like(r)
+    orphaned.as_strided(*everything)[where] = lost
+    return s, orphaned
+
+
+def _small(z: Tensor, threshold: float) -> Tensor:
+    """Where a flat tensor is near zero: looked for row by row, since most rows have no such place."""
+    rows = z.reshape(-1, gcd(len(z), 1024)).abs()
+    near = (rows.amin(1) <= threshold).nonzero()[:, 0]
+    row, column = (rows[near] <= threshold).nonzero(as_tuple=True)
+    return near[row] * rows.shape[1] + column
 
 
 # -- the rules by name --

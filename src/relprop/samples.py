@@ -78,12 +78,12 @@ def _called(batch: int) -> Tensor:
     return torch.arange(batch, dtype=torch.float64).reshape(1, batch, 1) + _FIRST
 
 
-def summed(r: Tensor, known: int | None, batch: int) -> Tensor:
-    """Sums relevance ``(T, ...)`` to ``(T, batch)``."""
+def summed(r: Tensor, known: int | None, batch: int, *, size: bool = False) -> Tensor:
+    """Sums relevance ``(T, ...)``, or with ``size`` its magnitudes, to ``(T, batch)``."""
     if known in (None, APART):
-        amounts = total(r)
+        amounts = total(r, size=size)
         return amounts if amounts.shape[1] == batch else amounts.reshape(len(r), batch, -1).sum(2)
-    return total(r.reshape(len(r), known, batch, -1).transpose(1, 2))
+    return total(r.reshape(len(r), known, batch, -1).transpose(1, 2), size=size)
 
 
 def in_front(value: Tensor, known: int, batch: int) -> Tensor:

@@ -9,6 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+_SMALL = 4096
+"""Numbers in a tensor up to which all of them are remembered, which is quicker than to sum them up."""
+
 _REGISTERED = ("_parameters", "_buffers", "_modules")
 
 
@@ -27,7 +30,9 @@ class State:
     def __init__(self, model: nn.Module) -> None:
         self._facts = _facts(model)
         tensors = [t.detach() for m in model.modules() for t in _tensors(m) if t.is_floating_point() and t.numel()]
-        self._dense = [_memory(t) for t in tensors if _is_dense(t)]
+        dense = [_memory(t) for t in tensors if _is_dense(t)]
+        self._small = [bits.view(torch.int32) for bits in dense if len(bits) <= _SMALL]
+        self._large = [bits for bits in dense if len(bits) > _SMALL]
         self._others = [t for t in tensors if not _is_dense(t)]
         self._then = self._values()
 
@@ -36,9 +41,10 @@ class State:
         return _facts(model) == self._facts and torch.equal(self._values(), self._then)
 
     def _values(self) -> Tensor:
-        memory = [*self._dense, *(_memory(t.contiguous()) for t in self._others)]
+        memory = [*self._large, *(_memory(t.contiguous()) for t in self._others)]
         sums = [torch.stack([bits.sum() for bits in memory])] if memory else []
-        return torch.cat([*sums, *(_sample(bits) for bits in memory), torch.zeros(0, dtype=torch.int64)])
+        whole = [torch.cat(self._small).to(torch.int64)] if self._small else []
+        return torch.cat([*whole, *sums, *(_sample(bits) for bits in memory), torch.zeros(0, dtype=torch.int64)])
 
 
 @contextmanager

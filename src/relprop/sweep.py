@@ -1,8 +1,8 @@
 """The sweep: forward once, keeping what the plan needs, and the way back.
 
 Forward, a batch norm and a ReLU are computed with the convolution before them, and other activations run in place,
-where nobody else needs their input. Back, each node's treatment hands its relevance to its inputs and the ledger notes what was handed
-to whom. There is no autograd and nothing is hung on the model: all state lives in one call.
+where nobody else needs their input. Back, each node's treatment hands its relevance to its inputs and the ledger notes
+what was handed to whom. There is no autograd and nothing is hung on the model: all state lives in one call.
 """
 
 from __future__ import annotations
@@ -79,6 +79,7 @@ class Sweep:
         self._in_place = frozenset(i for i in range(len(graph)) if self._may_overwrite(i))
         activating = {i: j for i in self._in_place if (j := self._activates(i)) is not None}
         self._activating, self._activated = frozenset(activating), frozenset(activating.values())
+        self._spare = frozenset(j for i in self._weighing for j in graph.nodes[i].inputs if self._is_fresh(j))
         self._leads: dict[tuple[int, ...], tuple[int | None, ...]] = {}
 
     # -- forward --
@@ -164,19 +165,12 @@ class Sweep:
 
     def _value(self, i: int, node: Node, inputs: Sequence[Any]) -> Any:
         op = node.operator
-        if i in self._activated and isinstance(op, Linear):
-            return (self._fold(i) if i in self._norm_of else op.linear).activated(inputs[0])
-        if i in self._activated and isinstance(op, Sum):
+        if isinstance(op, Linear) and (i in self._activated or self._folds(i, inputs[0])):
+            linear = self._fold(i) if i in self._norm_of else op.linear
+            return linear.activated(inputs[0]) if i in self._activated else linear(inputs[0])
+        if isinstance(op, Sum) and i in self._activated:
             return op.activated(*inputs)
-        if i in self._activating:
-            return inputs[0]
-        if i in self._norm_of and self._folds(i, inputs[0]):
-            return self._fold(i)(inputs[0])
-        if (
-            isinstance(op, BatchNorm)
-            and self._norm_of.get(node.inputs[0]) == i
-            and self._folds(node.inputs[0], inputs[0])
-        ):
+        if i in self._activating or (self._is_folded(i) and self._folds(node.inputs[0], inputs[0])):
             return inputs[0]
         if i in self._in_place and isinstance(op, Elementwise) and op.in_place is not None:
             return op.in_place(inputs[0])
@@ -202,15 +196,21 @@ class Sweep:
         node = self.plan.graph.nodes[i]
         if not isinstance(node.operator, Elementwise) or node.operator.in_place is None:
             return False
-        j = node.inputs[0]
-        while True:
-            if len(self._consumers[j]) != 1 or j in self._kept:
-                return False
-            producer = self.plan.graph.nodes[j]
-            if isinstance(producer.operator, BatchNorm) and self._norm_of.get(producer.inputs[0]) == j:
-                j = producer.inputs[0]
-                continue
-            return isinstance(producer.operator, Linear | BatchNorm | Sum)
+        return node.inputs[0] not in self._kept and self._is_fresh(node.inputs[0])
+
+    def _is_fresh(self, j: int) -> bool:
+        """Whether a node's value is memory that it alone filled and only one other reads."""
+        if len(self._consumers[j]) != 1:
+            return False
+        producer = self.plan.graph.nodes[j]
+        if self._is_folded(j):
+            return producer.inputs[0] not in self._kept and self._is_fresh(producer.inputs[0])
+        return isinstance(producer.operator, Linear | BatchNorm | Sum)
+
+    def _is_folded(self, i: int) -> bool:
+        """Whether a node is a batch norm that is computed inside the linear map before it."""
+        node = self.plan.graph.nodes[i]
+        return isinstance(node.operator, BatchNorm) and self._norm_of.get(node.inputs[0]) == i
 
     def _activates(self, i: int) -> int | None:
         """The sum, or the convolution with or without a batch norm behind it, that a ReLU can be computed in."""
@@ -218,11 +218,7 @@ class Sweep:
         if not isinstance(node.operator, Elementwise) or node.operator.in_place is not torch.relu_:
             return None
         j = node.inputs[0]
-        if (
-            isinstance(self.plan.graph.nodes[j].operator, BatchNorm)
-            and self._norm_of.get(self.plan.graph.nodes[j].inputs[0]) == j
-        ):
-            j = self.plan.graph.nodes[j].inputs[0]
+        j = self.plan.graph.nodes[j].inputs[0] if self._is_folded(j) else j
         op = self.plan.graph.nodes[j].operator
         return j if isinstance(op, Sum) or (isinstance(op, Linear) and isinstance(op.linear, Convolution)) else None
 
@@ -249,7 +245,15 @@ class Sweep:
         elif isinstance(op, Mapped) and isinstance(treatment, Rule):
             makers = tuple(node.inputs[k] for k in op.makers)
             needed = (*makers, node.inputs[op.signal]) if treatment.needs_input() else makers
+            needed = (*needed, i) if self._divides_output(i) else needed
         return needed if i in self.plan.reached else ()
+
+    def _divides_output(self, i: int) -> bool:
+        """Whether a rule divides by just what the node has computed going forward."""
+        treatment, norm = self.plan.treatments[i], self._norm_of.get(i)
+        if not isinstance(self.plan.graph.nodes[i].operator, Linear) or not isinstance(treatment, Rule):
+            return False
+        return treatment.divides_output and (norm is None or self.plan.treatments[norm] == FOLD)
 
     # -- back --
 
@@ -292,21 +296,22 @@ class Sweep:
             flow = arrived.pop(i, None)
             if flow is None:
                 continue
-            handed = self._hand(i, flow.relevance, record, leads)
+            handed = self._hand(i, flow, record, leads)
             # What a rule or a split has computed is in memory of its own; all else may be somebody's view.
             computed = isinstance(self.plan.treatments[i], Rule | Split | Pooling)
+            amounts = handed.amounts or (None,) * len(handed.relevance)
             if handed.absorbed:
                 ledger.absorbed[i] = {cause: _by_sample(a, batch) for cause, a in handed.absorbed.items()}
-            for j, relevance in zip(graph.nodes[i].inputs, handed.relevance, strict=False):
+            for j, relevance, amount in zip(graph.nodes[i].inputs, handed.relevance, amounts, strict=False):
                 if relevance is None:
                     continue
-                share = flow if relevance is flow.relevance else _Flow(relevance, signed, leads[j], batch)
+                passed = relevance is flow.relevance and amount is None
+                share = flow if passed else _Flow(relevance, signed, leads[j], batch, amount, own=computed)
                 ledger.record(i, j, share.amount, share.size)
                 for call, edges in crossing.items():
                     if (i, j) in edges:
                         caught[call] = caught[call] + relevance if call in caught else relevance.clone()
-                fresh = computed and share is not flow and 0 not in relevance.stride()
-                arrived[j] = arrived[j].joined(share, fresh=fresh) if j in arrived else share
+                arrived[j] = arrived[j].joined(share) if j in arrived else share
             record.values.pop(i, None)
             if strict:
                 ledger.check(i)
@@ -317,17 +322,17 @@ class Sweep:
         result = arrived[0].relevance if 0 in arrived else start.new_zeros((start.shape[0], *record.shapes[0]))
         return result, caught, ledger
 
-    def _hand(self, i: int, r: Tensor, record: Record, leads: Sequence[int | None]) -> Handed:
+    def _hand(self, i: int, flow: _Flow, record: Record, leads: Sequence[int | None]) -> Handed:
         """Lets a node's treatment hand its relevance on; where there is none, it passes."""
         node, treatment = self.plan.graph.nodes[i], self.plan.treatments[i]
-        op = node.operator
+        op, r = node.operator, flow.relevance
         if isinstance(op, Sum) and isinstance(treatment, Split):
-            return self._part(i, op, treatment, r, record, leads[i])
+            return self._part(i, op, treatment, flow, record, leads[i])
         if isinstance(op, MaxPool) and isinstance(treatment, Pooling):
             a = record.values[node.inputs[0]]
             if treatment.rule is None:
                 return Handed((op.pool.winners(a, record.values[i], r),), {})
-            if not a.isfinite().all():  # padded by hand, with what no maximum can be
+            if a.amin() == -torch.inf:  # padded by hand, with what no maximum can be
                 a = a.clamp(min=torch.finfo(a.dtype).min / 2**20)
             linear: LinearMap = (op.halves if treatment.halves else op.pool).average(a)
             return treatment.rule(linear, a, r, nonnegative=self._is_nonnegative(node.inputs[0]))
@@ -369,7 +374,8 @@ class Sweep:
                 assert result.relevance[0] is not None
                 result = Handed((samples.as_before(result.relevance[0], a.shape),), result.absorbed)
             else:
-                result = rule(linear, a, share, nonnegative=self._is_nonnegative(j))
+                y = record.values[i] if self._divides_output(i) else None
+                result = rule(linear, a, share, nonnegative=self._is_nonnegative(j), y=y)
             handed[k] = result.relevance[0]
             for cause, amount in result.absorbed.items():
                 absorbed[cause] = absorbed[cause] + amount if cause in absorbed else amount
@@ -378,9 +384,9 @@ class Sweep:
     def _is_nonnegative(self, i: int) -> bool:
         return self.plan.graph.nodes[i].nonnegative
 
-    def _part(self, i: int, op: Sum, split: Split, r: Tensor, record: Record, lead: int | None) -> Handed:
+    def _part(self, i: int, op: Sum, split: Split, flow: _Flow, record: Record, lead: int | None) -> Handed:
         """Splits relevance among the branches of a sum; a constant is one more, with nobody behind it."""
-        node = self.plan.graph.nodes[i]
+        node, r = self.plan.graph.nodes[i], flow.relevance
         takers = self._takers(node, op, split)
         branches: list[Tensor] = []
         if i in self._weighing:
@@ -391,15 +397,17 @@ class Sweep:
         known = [b < len(node.inputs) and op.factors[b] > 0 and self._is_nonnegative(node.inputs[b]) for b in takers]
         batch = record.shapes[0][0]
         if lead in (None, samples.APART):
-            handed = split(branches, len(takers), r, known)
+            spare = [b < len(node.inputs) and node.inputs[b] in self._spare for b in takers]
+            handed = split(branches, len(takers), r, known, [*spare, flow.own])
         else:
             branches = [samples.in_front(branch, lead, batch) for branch in branches]
             handed = split(branches, len(takers), torch.stack([samples.in_front(p, lead, batch) for p in r]), known)
             back = (None if h is None else samples.as_before(h, record.shapes[i]) for h in handed.relevance)
             handed = Handed(tuple(back), handed.absorbed)
         relevance: list[Tensor | None] = [None] * len(node.inputs)
+        amounts: list[Tensor | None] = [None] * len(node.inputs)
         absorbed = dict(handed.absorbed)
-        for b, share in zip(takers, handed.relevance, strict=True):
+        for b, share, amount in zip(takers, handed.relevance, handed.amounts or (None,) * len(takers), strict=True):
             if share is None:
                 continue
             # What depends on nothing but shapes may be one for all samples, which could not be told apart there.
@@ -407,26 +415,37 @@ class Sweep:
                 kept = samples.summed(share, lead, batch)
                 absorbed["constant"] = absorbed["constant"] + kept if "constant" in absorbed else kept
             else:
-                relevance[b] = reduced(share, record.shapes[node.inputs[b]])
-        return Handed(tuple(relevance), absorbed)
+                relevance[b], amounts[b] = reduced(share, record.shapes[node.inputs[b]]), amount
+        return Handed(tuple(relevance), absorbed, tuple(amounts))
 
     def _takers(self, node: Node, op: Sum, split: Split) -> list[int]:
         return split.takers(op.parts, node.main, self.plan.closed(node))
 
 
 class _Flow:
-    """Relevance on its way, with its sums."""
+    """Relevance on its way, with its sums; its own, if nobody else has a view of the memory it lies in."""
 
-    def __init__(self, relevance: Tensor, signed: bool, lead: int | None, batch: int) -> None:
+    def __init__(
+        self,
+        relevance: Tensor,
+        signed: bool,
+        lead: int | None,
+        batch: int,
+        amount: Tensor | None = None,
+        *,
+        own: bool = False,
+    ) -> None:
         self.relevance = relevance
-        self.amount = samples.summed(relevance, lead, batch)
-        self.size = samples.summed(relevance.abs(), lead, batch) if signed else self.amount
+        self.amount = samples.summed(relevance, lead, batch) if amount is None else amount
+        self.size = samples.summed(relevance, lead, batch, size=True) if signed else self.amount
+        self.own = own and 0 not in relevance.stride()
 
-    def joined(self, other: _Flow, *, fresh: bool) -> _Flow:
-        """The sum of two flows; written over the other one if that is fresh, that is, nobody else's."""
+    def joined(self, other: _Flow) -> _Flow:
+        """The sum of two flows; written over one of them if that is nobody else's."""
         both = object.__new__(_Flow)
-        both.relevance = other.relevance.add_(self.relevance) if fresh else self.relevance + other.relevance
-        both.amount, both.size = self.amount + other.amount, self.size + other.size
+        one, two = (other, self) if other.own else (self, other)
+        both.relevance = one.relevance.add_(two.relevance) if one.own else one.relevance + two.relevance
+        both.amount, both.size, both.own = self.amount + other.amount, self.size + other.size, True
         return both
 
 

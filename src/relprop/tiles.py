@@ -6,26 +6,34 @@ only the first step reads from memory and only the last one writes to it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
-SIZE = 1 << 17
-"""Elements in a piece: five of them fit into the second-level caches of two cores."""
+SIZE = 1 << 18
+"""Elements in a piece: three of them fit into the second-level caches of two cores."""
 
 
-def tiles(*tensors: Tensor) -> Iterable[tuple[Tensor, ...]]:
-    """Pieces of tensors of one shape, which elementwise functions may take in turn and write to.
+def tileable(*tensors: Tensor) -> bool:
+    """Whether tensors have one shape and lie alike and without gaps in a processor's memory."""
+    first = tensors[0]
+    alike = all(t.shape == first.shape and t.stride() == first.stride() for t in tensors[1:])
+    return alike and first.device.type == "cpu" and _dense(first)
 
-    Tensors that do not lie alike and without gaps in memory, or not in that of a processor, come whole.
+
+def tiles(*tensors: Tensor) -> Iterator[tuple[int, list[Tensor]]]:
+    """Pieces of tileable tensors ``(B, ...)``, none of more than one sample; elementwise functions may write to them.
+
+    Yields:
+        The number of the sample, and a piece of each tensor.
     """
     first = tensors[0]
-    alike = all(t.shape == first.shape and t.stride() == first.stride() for t in tensors)
-    if not alike or first.numel() <= SIZE or first.device.type != "cpu" or not _dense(first):
-        return [tensors]
-    flat = [t.as_strided((t.numel(),), (1,), t.storage_offset()).split(SIZE) for t in tensors]
-    return zip(*flat, strict=True)
+    size = first.numel() // len(first)
+    for sample in range(len(first)):
+        for begin in range(0, size, SIZE):
+            shape, at = (min(SIZE, size - begin),), sample * size + begin
+            yield sample, [t.as_strided(shape, (1,), t.storage_offset() + at) for t in tensors]
 
 
 def _dense(t: Tensor) -> bool:
