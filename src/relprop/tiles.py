@@ -18,7 +18,7 @@ SIZE = 1 << 18
 def tileable(*tensors: Tensor) -> bool:
     """Whether tensors have one shape and lie alike and without gaps in a processor's memory."""
     first = tensors[0]
-    alike = all(t.shape == first.shape and t.stride() == first.stride() for t in tensors[1:])
+    alike = all(t.shape == first.shape and _steps(t) == _steps(first) for t in tensors[1:])
     return alike and first.device.type == "cpu" and _dense(first)
 
 
@@ -38,3 +38,8 @@ def tiles(*tensors: Tensor) -> Iterator[tuple[int, list[Tensor]]]:
 
 def _dense(t: Tensor) -> bool:
     return t.is_contiguous() or (t.ndim == 4 and t.is_contiguous(memory_format=torch.channels_last))
+
+
+def _steps(t: Tensor) -> list[int]:
+    """The strides of the axes that have more than one element; those of others mean nothing."""
+    return [step for n, step in zip(t.shape, t.stride(), strict=True) if n > 1]
