@@ -21,8 +21,8 @@ from safetensors.torch import save_file
 
 import relprop
 from relprop import cli, images, merges, plans
+from relprop.fetching import UnavailableError
 from relprop.figure import FILES, shares
-from relprop.weights import UnavailableError
 
 COMMAND = Path(sys.executable).with_name("relprop")
 SMALL = ("--model", "resnet18", "--weights", "random")

