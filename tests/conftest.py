@@ -64,3 +64,14 @@ def cache_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty cache of weights."""
     monkeypatch.setenv("RELPROP_CACHE", str(tmp_path / "cache"))
     return tmp_path / "cache"
+
+
+@pytest.fixture
+def offline(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All sources of weights are out of reach, on any machine."""
+    nowhere = "http://127.0.0.1:9"  # the port of a service that is off everywhere
+    for name in [name for name in os.environ if name.startswith("PIP_") or name.lower() == "no_proxy"]:
+        monkeypatch.delenv(name)
+    for name in ("https_proxy", "HTTPS_PROXY", "http_proxy", "HTTP_PROXY", "npm_config_registry", "PIP_INDEX_URL"):
+        monkeypatch.setenv(name, nowhere)
+    monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)

@@ -26,7 +26,6 @@ from relprop.figure import FILES, shares
 
 COMMAND = Path(sys.executable).with_name("relprop")
 SMALL = ("--model", "resnet18", "--weights", "random")
-NOWHERE = "http://127.0.0.1:9"
 
 
 class Said(NamedTuple):
@@ -248,6 +247,7 @@ def test_models_lists_names_and_weights(run: Run, monkeypatch: pytest.MonkeyPatc
     (tmp_path / f"resnet50-keras-{'0' * 16}.safetensors").touch()
     said = run("models")
     assert "imagenet1k_v1, imagenet1k_v2, keras (cached)" in said.out
+    assert "\nefficientnet_lite0 tensorflow\n" in said.out
     rows = json.loads(run("models", "--json").out)["models"]
     assert [row["model"] for row in rows] == relprop.zoo.names()
     assert {row["model"]: row["cached"] for row in rows if row["cached"]} == {"resnet50": ["keras"]}
@@ -496,13 +496,10 @@ def test_there_are_enough_bad_inputs() -> None:
     assert len(BAD) >= 60
 
 
+@pytest.mark.usefixtures("offline")
 def test_without_a_network_both_sources_are_named(
     run: Run, photo: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in ("https_proxy", "HTTPS_PROXY", "http_proxy", "HTTP_PROXY", "npm_config_registry"):
-        monkeypatch.setenv(name, NOWHERE)
-    for name in ("no_proxy", "NO_PROXY"):
-        monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("RELPROP_CACHE", str(tmp_path / "cache"))
     said = run("explain", photo)
     assert said.code == 2
@@ -511,14 +508,17 @@ def test_without_a_network_both_sources_are_named(
     assert "npm package" in said.errors[0]
     assert contents(tmp_path / "cache") == [str(tmp_path / "cache/.lock")]
     assert not (tmp_path / "out").exists()
+    said = run("explain", photo, "--model", "efficientnet_lite0")
+    assert said.code == 2
+    assert len(said.errors) == 1
+    assert "nor as tensorflow (The pip package" in said.errors[0]
 
 
+@pytest.mark.usefixtures("offline")
 def test_cut_weights_in_the_cache_are_left_out(
     run: Run, photo: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("RELPROP_CACHE", str(tmp_path))
-    for name in ("https_proxy", "HTTPS_PROXY", "npm_config_registry"):
-        monkeypatch.setenv(name, NOWHERE)
     damaged = tmp_path / f"resnet50-keras-{'0' * 16}.safetensors"
     damaged.write_bytes(b"cut")
     said = run("explain", photo)
