@@ -253,6 +253,12 @@ def test_models_lists_names_and_weights(run: Run, monkeypatch: pytest.MonkeyPatc
     assert {row["model"]: row["cached"] for row in rows if row["cached"]} == {"resnet50": ["keras"]}
 
 
+def test_a_model_that_has_to_know_shapes_is_explained(run: Run, photo: Path, tmp_path: Path) -> None:
+    said = run("explain", photo, "--model", "efficientnet_lite0", "--weights", "random", "--strict")
+    assert said.code == 0, said.err
+    check_folder(tmp_path / "out/photo")
+
+
 def test_check_passes_what_adds_up_and_names_what_does_not(run: Run, photo: Path) -> None:
     said = run("check", photo, *SMALL)
     assert said.code == 0

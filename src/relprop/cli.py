@@ -156,13 +156,10 @@ def plan(
 
     Nothing is computed. No image is needed, nor trained weights: the plan depends on the architecture alone.
     """
-    import torch
-
     import relprop
 
     net = load_model(model, weights)
-    x = torch.zeros(1, 3, net.preparation.crop, net.preparation.crop)
-    made = relprop.plan(net, x, preset=preset, split=split, identity_skips=identity_skips)
+    made = relprop.plan(net, net.blank, preset=preset, split=split, identity_skips=identity_skips)
     if as_json:
         _print_json({"model": model, "weights": asdict(net.source), **made.settings, "nodes": made.rows()})
     else:

@@ -181,7 +181,7 @@ class Package:
             progress(done, self.size)
 
     def _unavailable(self, reason: str) -> UnavailableError:
-        return UnavailableError(f"The {self} cannot be fetched: {reason}.")
+        return UnavailableError(f"The {self} cannot be fetched: {reason.rstrip('.')}.")
 
 
 def _open(url: str, method: str) -> Any:

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import torch
 from PIL import Image
 from torch import Tensor, nn
 
@@ -46,6 +47,11 @@ class Model:
     def normalization(self) -> Normalization:
         """Mean and standard deviation of the colours, red, green and blue in 0..1."""
         return self.preparation.normalization
+
+    @property
+    def blank(self) -> Tensor:
+        """An input of zeros, ``(1, 3, H, W)``, for what depends on shapes alone."""
+        return torch.zeros(1, 3, self.preparation.crop, self.preparation.crop)
 
     def crop(self, image: Picture) -> Image.Image:
         """The part of an image that the model sees, at the size it sees it: what a heatmap lies over.
