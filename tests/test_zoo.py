@@ -27,6 +27,7 @@ import relprop
 from relprop import RelpropError, cache, catalogue, fetching, keras, lite, weights, zoo
 from relprop.compat import import_torchvision
 from relprop.fetching import UnavailableError
+from relprop.sources import Request
 from relprop.zoo import Model, Normalization, load
 
 
@@ -248,7 +249,7 @@ def test_published_weights_are_checked_by_the_hash_in_their_name(cache_folder: P
     torch.save(published.state_dict(), folder / "resnet18.pth")
     sha256 = weights.read(folder / "resnet18.pth").sha256
     seen: list[tuple[int, int | None]] = []
-    request = catalogue.Request("resnet18", "resnet18", "auto", None, fetching.quiet, lambda *now: seen.append(now))
+    request = Request("resnet18", "resnet18", "auto", None, fetching.quiet, lambda *now: seen.append(now))
     for name in (sha256[:8], "0123abcd"):
         (folder / f"resnet18-{name}.pth").symlink_to(folder / "resnet18.pth")
 

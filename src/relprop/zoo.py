@@ -12,11 +12,12 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
-from relprop.catalogue import FROM_TIMM, IMAGENET, NAMES, Request, Source, from_timm, from_torchvision
+from relprop.catalogue import FROM_TIMM, IMAGENET, NAMES, from_timm, from_torchvision
 from relprop.classes import imagenet_names, imagenet_synsets, matches, nearest, read
 from relprop.errors import RelpropError
 from relprop.fetching import Progress, Report, quiet
 from relprop.preparation import Normalization, Picture, Preparation
+from relprop.sources import Request, Source
 
 __all__ = ["Model", "Normalization", "Picture", "Preparation", "Source", "load", "names"]
 
