@@ -1,12 +1,13 @@
 """What every test may lean on: the sample data, deterministic models, one torch thread a worker."""
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import settings
+from server import Server
 from torch import nn
 
 from relprop.compat import import_torchvision
@@ -49,3 +50,28 @@ def build_torchvision_model(name: str, seed: int = 0) -> nn.Module:
                 module.weight.normal_(std=0.5)  # half are negative; a wider spread overflows softmax at 150 layers
                 module.bias.normal_(std=0.1)
     return model
+
+
+@pytest.fixture
+def server() -> Iterator[Server]:
+    server = Server()
+    yield server
+    server.close()
+
+
+@pytest.fixture
+def cache_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty cache of weights."""
+    monkeypatch.setenv("RELPROP_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+@pytest.fixture
+def offline(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All sources of weights are out of reach, on any machine."""
+    nowhere = "http://127.0.0.1:9"  # the port of a service that is off everywhere
+    for name in [name for name in os.environ if name.startswith("PIP_") or name.lower() == "no_proxy"]:
+        monkeypatch.delenv(name)
+    for name in ("https_proxy", "HTTPS_PROXY", "http_proxy", "HTTP_PROXY", "npm_config_registry", "PIP_INDEX_URL"):
+        monkeypatch.setenv(name, nowhere)
+    monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)

@@ -21,12 +21,11 @@ from safetensors.torch import save_file
 
 import relprop
 from relprop import cli, images, merges, plans
+from relprop.fetching import UnavailableError
 from relprop.figure import FILES, shares
-from relprop.weights import UnavailableError
 
 COMMAND = Path(sys.executable).with_name("relprop")
 SMALL = ("--model", "resnet18", "--weights", "random")
-NOWHERE = "http://127.0.0.1:9"
 
 
 class Said(NamedTuple):
@@ -248,9 +247,16 @@ def test_models_lists_names_and_weights(run: Run, monkeypatch: pytest.MonkeyPatc
     (tmp_path / f"resnet50-keras-{'0' * 16}.safetensors").touch()
     said = run("models")
     assert "imagenet1k_v1, imagenet1k_v2, keras (cached)" in said.out
+    assert "\nefficientnet_lite0 tensorflow\n" in said.out
     rows = json.loads(run("models", "--json").out)["models"]
     assert [row["model"] for row in rows] == relprop.zoo.names()
     assert {row["model"]: row["cached"] for row in rows if row["cached"]} == {"resnet50": ["keras"]}
+
+
+def test_a_model_that_has_to_know_shapes_is_explained(run: Run, photo: Path, tmp_path: Path) -> None:
+    said = run("explain", photo, "--model", "efficientnet_lite0", "--weights", "random", "--strict")
+    assert said.code == 0, said.err
+    check_folder(tmp_path / "out/photo")
 
 
 def test_check_passes_what_adds_up_and_names_what_does_not(run: Run, photo: Path) -> None:
@@ -495,13 +501,10 @@ def test_there_are_enough_bad_inputs() -> None:
     assert len(BAD) >= 60
 
 
+@pytest.mark.usefixtures("offline")
 def test_without_a_network_both_sources_are_named(
     run: Run, photo: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in ("https_proxy", "HTTPS_PROXY", "http_proxy", "HTTP_PROXY", "npm_config_registry"):
-        monkeypatch.setenv(name, NOWHERE)
-    for name in ("no_proxy", "NO_PROXY"):
-        monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("RELPROP_CACHE", str(tmp_path / "cache"))
     said = run("explain", photo)
     assert said.code == 2
@@ -510,14 +513,17 @@ def test_without_a_network_both_sources_are_named(
     assert "npm package" in said.errors[0]
     assert contents(tmp_path / "cache") == [str(tmp_path / "cache/.lock")]
     assert not (tmp_path / "out").exists()
+    said = run("explain", photo, "--model", "efficientnet_lite0")
+    assert said.code == 2
+    assert len(said.errors) == 1
+    assert "nor as tensorflow (The pip package" in said.errors[0]
 
 
+@pytest.mark.usefixtures("offline")
 def test_cut_weights_in_the_cache_are_left_out(
     run: Run, photo: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("RELPROP_CACHE", str(tmp_path))
-    for name in ("https_proxy", "HTTPS_PROXY", "npm_config_registry"):
-        monkeypatch.setenv(name, NOWHERE)
     damaged = tmp_path / f"resnet50-keras-{'0' * 16}.safetensors"
     damaged.write_bytes(b"cut")
     said = run("explain", photo)

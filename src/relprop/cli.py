@@ -41,7 +41,7 @@ Images = Annotated[
     list[str] | None, typer.Argument(metavar="IMAGE_OR_FOLDER", show_default="the bundled photo of a cat")
 ]
 ModelName = Annotated[str, typer.Option("--model", help="A name that `relprop models` lists, or timm:NAME.")]
-Weights = Annotated[str, typer.Option(help="auto, imagenet1k_v1, imagenet1k_v2, keras, random, or a checkpoint file.")]
+Weights = Annotated[str, typer.Option(help="auto, one that `relprop models` lists, random, or a checkpoint file.")]
 Classes = Annotated[Path | None, typer.Option(help="A text file with the class names of your checkpoint, one a line.")]
 Target = Annotated[str, typer.Option(help="The class to explain: predicted, an index, a synset or a name.")]
 PresetName = Annotated[Preset, typer.Option(help="Which rules to use; `relprop plan` shows what that means.")]
@@ -156,13 +156,10 @@ def plan(
 
     Nothing is computed. No image is needed, nor trained weights: the plan depends on the architecture alone.
     """
-    import torch
-
     import relprop
 
     net = load_model(model, weights)
-    x = torch.zeros(1, 3, net.preparation.crop, net.preparation.crop)
-    made = relprop.plan(net, x, preset=preset, split=split, identity_skips=identity_skips)
+    made = relprop.plan(net, net.blank, preset=preset, split=split, identity_skips=identity_skips)
     if as_json:
         _print_json({"model": model, "weights": asdict(net.source), **made.settings, "nodes": made.rows()})
     else:
@@ -228,15 +225,12 @@ def models(as_json: AsJson = False) -> None:
 
     Any torchvision:NAME and timm:NAME can be used as well, and a checkpoint file instead of a name of weights.
     """
-    from relprop import zoo
-    from relprop.catalogue import torchvision
-    from relprop.weights import folder
+    from relprop import catalogue, zoo
+    from relprop.cache import folder
 
-    weights_of = torchvision().models.get_model_weights
     rows = []
     for name in zoo.names():
-        labels = [entry.name.lower() for entry in weights_of(name) if entry.meta.get("categories")]
-        labels += ["keras"] if name == "resnet50" else []
+        labels = catalogue.labels(name)
         there = [label for label in labels if any(folder().glob(f"{name}-{label}-????????????????.safetensors"))]
         rows.append({"model": name, "weights": labels, "cached": there})
     if as_json:

