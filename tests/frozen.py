@@ -1,9 +1,9 @@
 """A third reference: relevance as the gradient times the input of a model in which everything but its rule is frozen.
 
-Where ``y = f(x)`` is computed as ``c g(x)`` with ``c`` a constant of the right size, gradient times input hands relevance
-through it in proportion to the parts of ``g`` (Ali et al., 2022, and the efficient form of Achtibat et al., 2024). So a
-model that runs under :class:`Frozen` returns its own output, and autograd does the rest: neither the graph nor any
-code of relprop takes part.
+Where ``y = f(x)`` is computed as ``c g(x)`` with ``c`` a constant of the right size, gradient times input hands
+relevance through it in proportion to the parts of ``g`` (Ali et al., 2022; the efficient form of Achtibat et al.,
+2024). So a model that runs under :class:`Frozen` returns its own output, and autograd does the rest: neither the graph
+nor any code of relprop takes part.
 """
 
 from __future__ import annotations
@@ -24,83 +24,118 @@ NORMS = {"layer_norm", "group_norm", "batch_norm"}
 MAPS = {"linear", "conv1d", "conv2d", "conv3d"}
 AVERAGES = {"mean", "sum", "adaptive_avg_pool2d", "adaptive_avg_pool3d", "avg_pool2d", "avg_pool1d", "avg_pool3d"}
 PRODUCTS = {"matmul", "bmm", "__matmul__"}
-SUMS = {"add": 1, "add_": 1, "__add__": 1, "__iadd__": 1, "__radd__": 1, "sub": -1, "__sub__": -1}
+SUMS = {"add", "add_", "__add__", "__iadd__", "__radd__", "sub", "__sub__"}
 
 
 class Frozen(TorchFunctionMode):
     """Computes what a model computes, with the gradients of its rules.
 
     Args:
-        paper: z+ and shares by magnitude, norms passed; otherwise epsilon, shares by value, norms with their factor fixed.
+        paper: z+ and shares by magnitude, norms passed; otherwise epsilon, shares by value, factors of norms fixed.
     """
 
     def __init__(self, *, paper: bool) -> None:
         super().__init__()
-        self._paper = paper
+        self._always = dict.fromkeys(GATES, _detached) | {"scaled_dot_product_attention": self._attention}
+        self._rules = (
+            dict.fromkeys(PASSED, _passed)
+            | dict.fromkeys(PRODUCTS, _excited_product if paper else _plain)
+            | dict.fromkeys(("mul", "mul_", "__mul__", "__imul__"), _halved)
+            | dict.fromkeys(("div", "__truediv__"), _divided)
+            | {"layer_norm": _layer_norm, "group_norm": _group_norm, "batch_norm": _batch_norm}
+        )
+        if paper:
+            self._rules |= dict.fromkeys(MAPS, _excited_map) | dict.fromkeys(AVERAGES, _excited_average)
+            self._rules |= dict.fromkeys(SUMS, _shared) | dict.fromkeys(NORMS, _passed)
 
     def __torch_function__(
         self, func: Callable[..., Any], _: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        kwargs = dict(kwargs or {})
-        name = getattr(func, "__name__", "")
-        live = [isinstance(a, Tensor) and a.requires_grad for a in args[:2]]
-        if name == "scaled_dot_product_attention":
-            return self._attention(*args, **kwargs)
-        if name in GATES:
-            return func(*args, **kwargs).detach()
-        if not any(live):
-            return func(*args, **kwargs)
-        if name in PASSED or (name in NORMS and self._paper):
-            return as_if(args[0], func(*args, **kwargs))
-        if name in NORMS and name != "batch_norm":
-            return self._norm(name, *args, **kwargs)
-        if name in PRODUCTS:
-            return self._product(args[0], args[1])
-        if name in ("__mul__", "mul", "mul_", "__imul__") and all(live):
-            return (args[0] * args[1].detach() + args[0].detach() * args[1]) / 2
-        if name in ("div", "__truediv__") and all(live):
-            return args[0] / args[1].detach()
-        if self._paper and name in MAPS:
-            return self._excited(lambda a, w: func(a, w, None, *args[3:], **kwargs), args, func(*args, **kwargs))
-        if self._paper and name in AVERAGES:
-            z, even = (func(a, *args[1:], **kwargs) for a in (args[0].clamp(min=0), alike(args[0])))
-            return as_if(z, func(*args, **kwargs), even)
-        if self._paper and name in SUMS:
-            return self._shared(args[0], args[1], SUMS[name])
-        return func(*args, **kwargs)
+        kwargs, name = dict(kwargs or {}), getattr(func, "__name__", "")
+        args = (*args, *(kwargs.pop(key) for key in ("input", "weight", "bias") if key in kwargs and name in MAPS))
+        rule = self._always.get(name)
+        if rule is None and any(_live(a) for a in args[:2]):
+            rule = self._rules.get(name)
+        return (rule or _plain)(func, *args, **kwargs)
 
-    def _attention(self, q: Tensor, k: Tensor, v: Tensor, attn_mask: Any = None, scale: Any = None, **_: Any) -> Tensor:
+    def _attention(
+        self, _: Any, q: Tensor, k: Tensor, v: Tensor, attn_mask: Any = None, scale: Any = None, **__: Any
+    ) -> Tensor:
         scores = q @ k.mT * (q.shape[-1] ** -0.5 if scale is None else scale)
-        return self._product((scores if attn_mask is None else scores + attn_mask).softmax(-1).detach(), v)
+        weights = (scores if attn_mask is None else scores + attn_mask).softmax(-1).detach()
+        return self._rules["matmul"](torch.matmul, weights, v)
 
-    def _product(self, a: Tensor, b: Tensor) -> Tensor:
-        y = a @ b
-        if not self._paper:
-            return y
-        z = a.clamp(min=0) @ b.clamp(min=0) + a.clamp(max=0) @ b.clamp(max=0)
-        return as_if(z, y, alike(a) @ alike(b))
 
-    @staticmethod
-    def _excited(function: Callable[[Tensor, Tensor], Tensor], args: Sequence[Any], y: Tensor) -> Tensor:
-        a, w = args[:2]
-        z = function(a.clamp(min=0), w.clamp(min=0)) + function(a.clamp(max=0), w.clamp(max=0))
-        return as_if(z, y, function(alike(a), torch.ones_like(w)))
+def _live(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.requires_grad
 
-    @staticmethod
-    def _shared(a: Any, b: Any, sign: int) -> Tensor:
-        a, b = (torch.as_tensor(t, dtype=torch.float64) for t in (a, b))
-        return as_if(a * a.detach().sign() + b * b.detach().sign(), a + sign * b)
 
-    @staticmethod
-    def _norm(name: str, x: Tensor, groups: Any, weight: Any = None, bias: Any = None, eps: float = 1e-5) -> Tensor:
-        if name == "layer_norm":
-            parts, shape = x.flatten(-len(groups)), (*groups,)
-        else:
-            parts, shape = x.reshape(len(x), groups, -1), (-1, *[1] * (x.ndim - 2))
-        centred = parts - parts.mean(-1, keepdim=True)
-        y = (centred * (parts.var(-1, unbiased=False, keepdim=True) + eps).rsqrt().detach()).reshape(x.shape)
-        y = y if weight is None else y * weight.reshape(shape)
-        return y if bias is None else y + bias.reshape(shape)
+def _plain(func: Any, *args: Any, **kwargs: Any) -> Any:
+    return func(*args, **kwargs)
+
+
+def _detached(func: Any, *args: Any, **kwargs: Any) -> Tensor:
+    return func(*args, **kwargs).detach()
+
+
+def _passed(func: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    return as_if(x, func(x, *args, **kwargs))
+
+
+def _halved(func: Any, a: Any, b: Any) -> Tensor:
+    return (a * b.detach() + a.detach() * b) / 2 if _live(a) and _live(b) else func(a, b)
+
+
+def _divided(func: Any, a: Any, b: Any, **kwargs: Any) -> Tensor:
+    return func(a, b.detach() if isinstance(b, Tensor) else b, **kwargs)
+
+
+def _excited_product(func: Any, a: Tensor, b: Tensor) -> Tensor:
+    z = a.clamp(min=0) @ b.clamp(min=0) + a.clamp(max=0) @ b.clamp(max=0)
+    return as_if(z, func(a, b), alike(a) @ alike(b))
+
+
+def _excited_map(func: Any, a: Tensor, w: Tensor, bias: Any = None, *args: Any, **kwargs: Any) -> Tensor:
+    z, negative, even = (
+        func(x, v, None, *args, **kwargs)
+        for x, v in ((a.clamp(min=0), w.clamp(min=0)), (a.clamp(max=0), w.clamp(max=0)), (alike(a), torch.ones_like(w)))
+    )
+    return as_if(z + negative, func(a, w, bias, *args, **kwargs), even)
+
+
+def _excited_average(func: Any, a: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    z, even, y = (func(x, *args, **kwargs) for x in (a.clamp(min=0), alike(a), a))
+    return as_if(z, y, even)
+
+
+def _shared(func: Any, a: Any, b: Any) -> Tensor:
+    a, b = (torch.as_tensor(t, dtype=torch.float64) for t in (a, b))
+    return as_if(a * a.detach().sign() + b * b.detach().sign(), func(a.clone(), b))
+
+
+def _layer_norm(
+    _: Any, x: Tensor, shape: Sequence[int], weight: Any = None, bias: Any = None, eps: float = 1e-5
+) -> Tensor:
+    return _normed(x, x.flatten(-len(shape)), tuple(shape), weight, bias, eps)
+
+
+def _group_norm(_: Any, x: Tensor, groups: int, weight: Any = None, bias: Any = None, eps: float = 1e-5) -> Tensor:
+    return _normed(x, x.reshape(len(x), groups, -1), (-1, *[1] * (x.ndim - 2)), weight, bias, eps)
+
+
+def _batch_norm(_: Any, x: Tensor, mean: Any, var: Any, weight: Any, bias: Any, eps: float, **__: Any) -> Tensor:
+    """Written out, for torch 2.13's own gradient is wrong where its layout is not the input's."""
+    shape = (-1, *[1] * (x.ndim - 2))
+    factor = (var + eps).rsqrt() * (1 if weight is None else weight)
+    return (x - mean.reshape(shape)) * factor.reshape(shape) + (0 if bias is None else bias.reshape(shape))
+
+
+def _normed(x: Tensor, parts: Tensor, shape: tuple[int, ...], weight: Any, bias: Any, eps: float) -> Tensor:
+    """Centred, times a factor that counts as a constant."""
+    factor = (parts.var(-1, unbiased=False, keepdim=True) + eps).rsqrt().detach()
+    y = ((parts - parts.mean(-1, keepdim=True)) * factor).reshape(x.shape)
+    y = y if weight is None else y * weight.reshape(shape)
+    return y if bias is None else y + bias.reshape(shape)
 
 
 def as_if(parts: Tensor, value: Tensor, even: Tensor | None = None) -> Tensor:

@@ -68,11 +68,12 @@ class Product(Operator):
         return self.function(*values)
 
     def hand(self, r: Tensor, values: Sequence[Any], total: Total) -> Handed:  # noqa: ARG002 - nothing is absorbed
-        signals = self._chosen([v.numel() for v in values])
+        signals = self.chosen([v.numel() for v in values])
         share = r if len(signals) == 1 else r / len(signals)
         return Handed(tuple(reduced(share, v.shape) if k in signals else None for k, v in enumerate(values)), {})
 
-    def _chosen(self, sizes: Sequence[int]) -> tuple[int, ...]:
+    def chosen(self, sizes: Sequence[int]) -> tuple[int, ...]:
+        """The positions of the inputs that get relevance, in equal parts, when they have so many elements."""
         if len(self.signals) == 1 or self.halves:
             return self.signals
         if sizes[0] != sizes[1]:
@@ -124,23 +125,17 @@ NUMBER, SOFTMAX, SIGMOID, TANH, OTHER, NONE = 5, 4, 3, 2, 1, 0
 
 def _rank(nodes: Sequence[Node], i: int, shared: int) -> int:
     op = nodes[i].operator
-    if not op.heirs:
-        return NUMBER
-    if shared >> i & 1:
-        return NONE
+    if not op.heirs or shared >> i & 1:
+        return NONE if op.heirs else NUMBER
+    if isinstance(op, Elementwise) and op.label in GATES:
+        return SOFTMAX if "soft" in op.label else TANH if op.label == "tanh" else SIGMOID
+    several = isinstance(op, Product | Joined)
+    rank = max(_rank(nodes, op.inputs[k].node, shared) for k in (range(len(op.inputs)) if several else op.heirs[:1]))
     if isinstance(op, Elementwise):
-        if op.label in GATES:
-            return SOFTMAX if "soft" in op.label else TANH if op.label == "tanh" else SIGMOID
-        return max(_rank(nodes, op.inputs[0].node, shared), NONE if op.identity else OTHER)
-    if isinstance(op, Product):
-        return max(_rank(nodes, ref.node, shared) for ref in op.inputs)
-    if _passes(op):
-        return _rank(nodes, op.inputs[op.heirs[0]].node, shared)
-    if isinstance(op, Joined):
-        return max(_rank(nodes, ref.node, shared) for ref in op.inputs)
+        return max(rank, NONE if op.identity else OTHER)
     if isinstance(op, Linear):  # an attention's weights, mixed among its heads
-        return SOFTMAX if _rank(nodes, op.inputs[0].node, shared) == SOFTMAX else NONE
-    return NONE
+        return SOFTMAX if rank == SOFTMAX else NONE
+    return rank if several or _passes(op) else NONE
 
 
 def _passes(op: Operator) -> bool:

@@ -1,6 +1,6 @@
 """Recurrence: an LSTM, one step after another.
 
-Written out in products and sums, it needs no rule of its own: sigmoids are gates, and the cell gets all relevance, which
+Written out in products and sums, it needs no rule of its own: sigmoids are gates, and the cell gets all relevance. This
 is the signal-takes-all rule of Arras et al. (2019).
 
 References:
