@@ -18,14 +18,14 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from relprop import activations, attention, gates, norms, operators, shapes, upsampling, vocabulary
+from relprop import activations, attention, gates, norms, operators, recurrent, shapes, upsampling, vocabulary
 from relprop.blocks import annotated
 from relprop.errors import RelpropError
 from relprop.graph import Call, Graph, Node
 from relprop.operators import ARITHMETIC, SHAPES, Elementwise, Operator, Ref, Sum
 from relprop.state import undisturbed
 
-FAMILIES = (vocabulary, activations, shapes, gates, norms, attention, upsampling)
+FAMILIES = (vocabulary, activations, shapes, gates, norms, attention, recurrent, upsampling)
 """The rooms that register operators: all of torch's words that are known."""
 
 TRACING = threading.RLock()
@@ -204,7 +204,7 @@ class ShapedTracer(Tracer):
 
     def create_proxy(self, kind: str, target: Any, args: Any, kwargs: Any, *rest: Any, **options: Any) -> Any:
         if kind == "call_function" and is_wrapped(target):
-            return target(*args, **kwargs)
+            return _marked(target(*args, **kwargs))
         if kind in ("call_function", "call_method") and target in operators.REWRITES:
             return operators.REWRITES[target](*args, **kwargs)
         proxy = super().create_proxy(kind, target, args, kwargs, *rest, **options)
@@ -239,6 +239,20 @@ class ShapedTracer(Tracer):
             finally:
                 self._computing = False
         return _evaluate(n, None, args, kwargs)
+
+
+class _Marked(tuple[Any, ...]):
+    """What a wrapped function returned, with a node for fx to leave its mark on."""
+
+    node: fx.Node
+
+
+def _marked(returned: Any) -> Any:
+    if not isinstance(returned, list | tuple) or not any(isinstance(r, fx.Proxy) for r in returned):
+        return returned
+    marked = _Marked(returned)
+    marked.node = next(r.node for r in returned if isinstance(r, fx.Proxy))
+    return marked
 
 
 def is_wrapped(target: Any) -> bool:
