@@ -79,7 +79,7 @@ def trace(
                 "code that branches on values, or builds modules as it runs, has to move out of forward."
             )
             raise TraceError(msg) from error
-        return made(model, Recording(recorded, tracer.around, tracer.kinds, {}), form, shaped=tensors is not None)
+        return made(model, Recording(recorded, tracer.around, tracer.kinds, {}, {}), form, shaped=tensors is not None)
 
 
 @dataclass
@@ -91,12 +91,14 @@ class Recording:
         around: For each of them, the calls of modules that it stands in.
         kinds: The types of those modules.
         constants: Values of placeholders that are no inputs.
+        names: Names of calls that are all that a module does.
     """
 
     graph: fx.Graph
     around: Mapping[fx.Node, tuple[Call, ...]]
     kinds: Mapping[str, type[nn.Module]]
     constants: Mapping[fx.Node, Any]
+    names: Mapping[fx.Node, str]
 
 
 def made(model: nn.Module, recording: Recording, form: Form, *, shaped: bool) -> Graph:
@@ -163,7 +165,7 @@ class Tracer(fx.Tracer):
         if threading.get_ident() != self._thread:
             return forward(*args, **kwargs)
         m = getattr(m, "_orig_mod", m)  # what torch.compile has compiled
-        name = self.path_of_module(m)
+        name = self.path_of_module(m).replace("._orig_mod", "")
         count = self._counts.get(name, 0)
         self._counts[name] = count + 1
         self.kinds[name] = type(m)
@@ -349,7 +351,8 @@ def _nodes(model: nn.Module, recording: Recording, form: Form) -> list[Node]:
         of_several = target is operator.getitem and isinstance(nodes[refs[0].node].operator, operators.Several)
         home = n.all_input_nodes[0] if of_several else n
         owner = next((call[0] for call in reversed(recording.around.get(home, ()))), "")
-        name = str(n.target) if module is not None else f"{owner}.{operation.label}".lstrip(".")
+        own = str(n.target).replace("._orig_mod", "") if module is not None else recording.names.get(n)
+        name = own or f"{owner}.{operation.label}".lstrip(".")
         value[n] = add(name, operation, home)
         written = mutated(n, module)
         if written is not None and isinstance(value[written], Ref) and type(operation) is not operators.Scalar:
@@ -458,7 +461,8 @@ def _source(n: fx.Node) -> str:
     return f"{Path(file).name}:{line}: {text}".rstrip(": ")
 
 
-_NOT_THE_MODEL = (f"{Path(torch.__file__).parent}{os.sep}", __file__, hooks.__file__, forms.__file__)
+_OURS = (Path(__file__).with_name(f"{room}.py") for room in ("trace", "hooks", "forms", "export"))
+_NOT_THE_MODEL = (f"{Path(torch.__file__).parent}{os.sep}", *map(str, _OURS))
 
 
 def _reachable(nodes: Sequence[Node], output: Any, inputs: int) -> list[Node]:
