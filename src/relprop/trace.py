@@ -378,7 +378,7 @@ def _operator(
     plain = all(numbers) and not any(isinstance(op, operators.Constant) for op in known)
     if target in SHAPES or (plain and target in ARITHMETIC):
         return operators.Scalar("shape", tuple(inputs), call)
-    label = target if isinstance(target, str) else getattr(target, "__name__", str(target))
+    label = target if isinstance(target, str) else getattr(target, "__name__", str(target)).partition(".")[0]
     if all(numbers) or target in operators.EMPTY:
         return operators.Constant(label.strip("_"), tuple(inputs), call)
     if "input" in kwargs:  # torch's own name for the first argument
