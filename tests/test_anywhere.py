@@ -144,7 +144,7 @@ def test_the_form_of_the_input_does_not_matter() -> None:
 
 def test_an_input_that_is_not_used_gets_nothing() -> None:
     class Ignores(nn.Module):
-        def forward(self, x: Tensor, y: Tensor | None = None) -> Tensor:
+        def forward(self, x: Tensor, y: Tensor | None = None) -> Tensor:  # noqa: ARG002 - that is the point
             return x.relu()
 
     e = relprop.explain(Ignores().eval(), (NUMBERS, NUMBERS), strict=True)
@@ -212,9 +212,9 @@ def test_inputs_that_do_not_fit(x: Any, words: tuple[str, ...]) -> None:
         (lambda a, b: {"a": a, "b": b}, "a", 3),
         (lambda a, b: {"aux": a, "out": b}, None, 5),
         (lambda a, b: {"aux": a, "logits": b}, "aux", 3),
-        (lambda a, b: (a, None), None, 3),
-        (lambda a, b: Pair(a, b), "second", 5),
-        (lambda a, b: Answer(a, b), "scores", 3),
+        (lambda a, _: (a, None), None, 3),
+        (Pair, "second", 5),
+        (Answer, "scores", 3),
     ],
     ids=["tuple", "nested", "dict", "out", "not logits", "alone", "namedtuple", "dataclass"],
 )

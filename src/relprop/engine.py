@@ -129,8 +129,8 @@ def explain(
         start: What the target starts with: ``"probability"`` (the default), ``"logit"``, ``"one"``, a tensor shaped
             like the target, or one shaped like the output for a start at every class. Where the output is a map, a
             target starts at all pixels that are predicted to be of its class (at all there are, if none is), and a
-            tensor shaped like the output at a set of the user's own. At a layer: ``"value"`` (the default) or ``"one"`` at
-            all places of a channel, or a tensor shaped like the layer's output for any neuron or region.
+            tensor shaped like the output at a set of the user's own. At a layer: ``"value"`` (the default) or ``"one"``
+            at all places of a channel, or a tensor shaped like the layer's output for any neuron or region.
         layer: Name of a module, or of a node as ``print(plan)`` shows it, at whose output to start instead of the
             model's; ``"name#1"`` means its second call.
         output: Which of the tensors that the model returns to explain: a key or a position. Not needed for one that

@@ -102,7 +102,7 @@ def _recording(model: nn.Module, program: torch.export.ExportedProgram) -> Recor
             target, n.args, n.kwargs = _spelled(n)
             n.op, n.target = "call_method" if isinstance(target, str) else "call_function", target
     output = next(n for n in graph.nodes if n.op == "output")
-    output.args = (output.args[0][0],)  # type: ignore[index] # one of one
+    output.args = (output.args[0][0],)  # one of one
     return Recording(graph, around, kinds, constants, names)
 
 
@@ -200,6 +200,7 @@ def _alone(function: Callable[..., Any]) -> Callable[..., Spelling]:
     def spelling(n: fx.Node, *args: Any, **kwargs: Any) -> Spelling:
         for user in [u for u in n.users if u.target is operator.getitem and u.args[1] == 0]:
             user.replace_all_uses_with(n)
+            n.graph.erase_node(user)
         if function is F.batch_norm:
             x, weight, bias, mean, var, momentum, eps = args
             args = (x, mean, var, weight, bias, False, momentum, eps)
@@ -213,15 +214,13 @@ def _convolved(
 ) -> Spelling:
     axes = _rank(x) - 2
     if transposed:
-        name, args = f"conv_transpose{axes}d", (stride, padding, rest[0], rest[1], dilation)
-    else:
-        name, args = f"conv{axes}d", (stride, padding, dilation, rest[1])
-    return getattr(F, name), (x, weight, bias, *args), {}
+        return getattr(F, f"conv_transpose{axes}d"), (x, weight, bias, stride, padding, *rest, dilation), {}
+    return getattr(F, f"conv{axes}d"), (x, weight, bias, stride, padding, dilation, rest[1]), {}
 
 
 def filled(x: Tensor, value: Any) -> Tensor:
     """A tensor like another one, with one value everywhere."""
-    return torch.zeros_like(x) + value
+    return torch.zeros_like(x).add(value)
 
 
 operators.EMPTY.add(filled)
