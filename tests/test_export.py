@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from test_anywhere import IMAGE, NUMBERS, Residual, Two, noise, seeded
+from test_engine import snapshot
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -115,7 +116,10 @@ def test_what_fx_cannot_trace_is_exported() -> None:
     for known in (None, tensors):
         with pytest.raises(relprop.RelpropError, match=r"cannot be traced by torch\.fx"):
             trace(model, form, known)
+    before, numbers = snapshot(model), torch.random.get_rng_state()
     e = relprop.explain(model, IMAGE, 1, start="logit", strict=True)
+    assert snapshot(model) == before
+    assert torch.equal(torch.random.get_rng_state(), numbers)
     torch.testing.assert_close(e.output, model(IMAGE).detach())
     assert float(e.ledger.error.max()) < 1e-12
     assert relprop.explain(model, IMAGE[:1], 1, layer="conv").output.shape == (
@@ -155,7 +159,8 @@ def test_branches_on_values_are_refused_with_the_first_complaint() -> None:
 @pytest.fixture(scope="module")
 def bert() -> nn.Module:
     import_torchvision()  # which transformers imports, too
-    transformers = pytest.importorskip("transformers", reason="pip install transformers")
+    import transformers
+
     config = transformers.BertConfig(
         vocab_size=50,
         hidden_size=16,
@@ -235,3 +240,5 @@ def test_tokens_get_what_their_vectors_get() -> None:
     vectors = (model.words.weight.detach()[ids], model.bag.weight.detach()[ids])
     rest = relprop.explain(Rest(model).eval(), vectors, 1, preset="epsilon")
     torch.testing.assert_close(e.relevance, rest.relevance[0].sum(-1) + rest.relevance[1].sum(-1))
+    with pytest.raises(relprop.RelpropError, match="20 cannot be looked up in a table of 20 rows, 0 to 19"):
+        relprop.explain(model, ids + 1 + (19 - ids.max()), 1)

@@ -14,6 +14,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from relprop.errors import RelpropError
 from relprop.operators import Operator, Ref, Total, register, rewrite
 from relprop.rules import Handed
 
@@ -25,7 +26,12 @@ class Lookup(Operator):
     table: Tensor
 
     def forward(self, *values: Any) -> Any:
-        return F.embedding(values[0], self.table)
+        numbers, rows = values[0], len(self.table)
+        outside = numbers[(numbers < 0) | (numbers >= rows)]
+        if outside.numel():
+            msg = f"{int(outside[0])} cannot be looked up in a table of {rows} rows, 0 to {rows - 1}."
+            raise RelpropError(msg)
+        return F.embedding(numbers, self.table)
 
     def shape(self, *values: Any) -> Any:
         return self.table.new_empty((*values[0].shape, self.table.shape[1]), device="meta")

@@ -255,7 +255,7 @@ def _traced(module: nn.Module, form: Form, xs: Tensors | None, hooked: bool) -> 
             return graphs[-1]
     if not graphs:
         raise complaints[0]
-    return graphs[0]
+    return next((graph for graph in graphs if graph.shaped), graphs[0])  # which has been looked into furthest
 
 
 def _sweep(known: _Known, *request: Any) -> tuple[Any, Sweep]:
@@ -334,7 +334,7 @@ def _verify(known: _Known, sweep: Sweep, module: nn.Module, given: Tensors, reco
         torch.rand(1)  # so that a model that draws at random does not draw what it drew when it was traced
         expected = halves.answer(module, known.form, given)
     difference = float((found.output - expected).abs().max())
-    allowed = AGREEMENT[expected.dtype] * max(float(expected.abs().max()), 1e-6)
+    allowed = AGREEMENT.get(expected.dtype, 0.0) * max(float(expected.abs().max()), 1e-6)
     if not difference <= allowed:
         if hooked and not known.hooked:
             raise _HooksMatter
