@@ -876,6 +876,8 @@ def computed(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
         return forward(self, *args, **kwargs)
 
     def noted(module: nn.Module, args: tuple[Any, ...]) -> None:
+        if type(module).__name__ == "GuardsFn":  # torch.export's own, which looks at shapes
+            return
         if any(isinstance(a, Tensor) and a.device.type != "meta" and not isinstance(a, FakeTensor) for a in args):
             calls.append(type(module).__name__)
 

@@ -218,7 +218,7 @@ def _known(module: nn.Module, form: Form, given: Tensors | None, *, hooked: bool
         fits = (
             known is not None
             and known.form == form
-            and (not known.graph.shaped or kinds in (None, known.kinds))
+            and (known.graph.shape is None or kinds in (None, known.kinds))
             and known.words == operators.TABLE
             and known.hooked >= hooked
         )
@@ -255,7 +255,7 @@ def _traced(module: nn.Module, form: Form, xs: Tensors | None, hooked: bool) -> 
             return graphs[-1]
     if not graphs:
         raise complaints[0]
-    return next((graph for graph in graphs if graph.shaped), graphs[0])  # which has been looked into furthest
+    return next((graph for graph in graphs if graph.shape), graphs[0])  # which has been looked into furthest
 
 
 def _sweep(known: _Known, *request: Any) -> tuple[Any, Sweep]:

@@ -71,7 +71,7 @@ def trace(model: nn.Module, form: Form, tensors: Sequence[Tensor], *, hooked: bo
             reason = str(error).strip().split("\n")[0].rstrip(".")
             msg = f"{type(model).__name__} cannot be exported by torch.export ({type(error).__name__}: {reason})."
             raise TraceError(msg) from error
-        return made(model, _recording(model, program), form, shaped=True)
+        return made(model, _recording(model, program), form, tensors)
 
 
 def _overloads(name: str) -> list[OpOverload]:

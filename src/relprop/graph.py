@@ -61,12 +61,12 @@ class Graph:
 
     Attributes:
         nodes: The nodes.
-        shaped: Whether it is good only for inputs of the shapes that it was traced with.
+        shape: The shapes of the inputs that it is good for, one each; None for any.
         inputs: How many inputs there are.
     """
 
     nodes: tuple[Node, ...]
-    shaped: bool = False
+    shape: tuple[tuple[int, ...], ...] | None = None
     inputs: int = 1
 
     def __iter__(self) -> Iterator[Node]:
@@ -138,4 +138,4 @@ class Graph:
                 folds = None if node.folds is None else new[node.folds]
                 node = replace(node, operator=operator, folds=folds)
             nodes.append(node)
-        return Graph(tuple(nodes), self.shaped, self.inputs), kept
+        return Graph(tuple(nodes), self.shape, self.inputs), kept

@@ -239,7 +239,7 @@ def make(
     for i in sorted(_reached(graph, treatments)):
         node, treatment = graph.nodes[i], treatments[i]
         if isinstance(node.operator, Unknown) and treatment != PASS:
-            look = "give plan an input, x, to look inside, " if node.operator.wrapped and not graph.shaped else ""
+            look = "give plan an input, x, to look inside, " if node.operator.wrapped and graph.shape is None else ""
             msg = (
                 f"{node.name} ({node.operator.label}, {node.source}) has no rule; {look}register one with "
                 "relprop.operators.register, or let relevance pass it unchanged with "

@@ -79,7 +79,7 @@ def trace(
                 "code that branches on values, or builds modules as it runs, has to move out of forward."
             )
             raise TraceError(msg) from error
-        return made(model, Recording(recorded, tracer.around, tracer.kinds, {}, {}), form, shaped=tensors is not None)
+        return made(model, Recording(recorded, tracer.around, tracer.kinds, {}, {}), form, tensors)
 
 
 @dataclass
@@ -101,10 +101,11 @@ class Recording:
     names: Mapping[fx.Node, str]
 
 
-def made(model: nn.Module, recording: Recording, form: Form, *, shaped: bool) -> Graph:
-    """The graph of what was recorded of a model."""
+def made(model: nn.Module, recording: Recording, form: Form, tensors: Sequence[Tensor] | None) -> Graph:
+    """The graph of what was recorded of a model, for inputs shaped like these if there are any."""
     nodes = _flat_sums(_nodes(model, recording, form))
-    return Graph(tuple(annotated(nodes)), shaped, len(form.names))
+    shape = None if tensors is None else tuple(tuple(x.shape) for x in tensors)
+    return Graph(tuple(annotated(nodes)), shape, len(form.names))
 
 
 class TraceError(RelpropError):
