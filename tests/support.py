@@ -1,14 +1,17 @@
 """Which models relprop supports: a list, and what each of them has to show.
 
-`make support` examines all of them and writes docs/support.md; `test_support.py` examines a few.
+`make support` examines all of them and writes docs/support.md; `test_support.py` examines a few. Rows are kept as they
+come: a second run goes on where the first one stopped and looks again at what failed. `make clean` forgets them.
 """
 
 from __future__ import annotations
 
+import json
 import sys
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from math import prod
 from multiprocessing import get_context
 from pathlib import Path
 from statistics import median
@@ -17,7 +20,10 @@ import torch
 from torch import Tensor, nn
 
 import relprop
+from relprop.attention import Matrices
 from relprop.compat import import_torchvision
+from relprop.gates import Product
+from relprop.plans import Plan
 
 TOLERANCE = 1e-4
 """What may be missing end to end, relative, that the ledger does not name."""
@@ -36,7 +42,7 @@ TORCHVISION = """
     shufflenet_v2_x2_0:32 squeezenet1_0:32 squeezenet1_1:32 swin_b:32 swin_s:32 swin_t:32 swin_v2_b:32 swin_v2_s:32
     swin_v2_t:32 vgg11:32 vgg11_bn:32 vgg13:32 vgg13_bn:32 vgg16:32 vgg16_bn:32 vgg19:32 vgg19_bn:32 vit_b_16:224
     vit_b_32:224 vit_l_16:224 vit_l_32:224 wide_resnet101_2:32 wide_resnet50_2:32 r3d_18:32 mc3_18:32 r2plus1d_18:32
-    s3d:64 fcn_resnet50:64 deeplabv3_resnet50:64 deeplabv3_mobilenet_v3_large:64 lraspp_mobilenet_v3_large:64
+    s3d:224 fcn_resnet50:64 deeplabv3_resnet50:64 deeplabv3_mobilenet_v3_large:64 lraspp_mobilenet_v3_large:64
     mvit_v1_b:224 mvit_v2_s:224 swin3d_t:32
 """
 TIMM = """
@@ -52,7 +58,7 @@ TIMM = """
     coat_tiny:224 pvt_v2_b0:32 gmlp_ti16_224:224 resmlp_12_224:224 gmixer_12_224:224 convmixer_768_32:64
     beit_base_patch16_224:32 eva02_tiny_patch14_224:28 edgenext_xx_small:64 efficientformer_l1:224
     efficientformerv2_s0:224 mobilevit_xxs:64 mobilevitv2_050:64 mobileone_s0:64 fastvit_t8:64 focalnet_tiny_srf:64
-    davit_tiny:64 volo_d1_224:224 sequencer2d_s:224 caformer_s18:64 convformer_s18:64 inception_next_tiny:64
+    davit_tiny:64 volo_d1_224:224 sequencer2d_s:56 caformer_s18:64 convformer_s18:64 inception_next_tiny:64
     repvit_m0_9:64 tiny_vit_5m_224:224 efficientvit_b0:64 efficientvit_m0:224 ghostnetv2_100:64 hgnet_tiny:64
     hgnetv2_b0:64 starnet_s1:64 shvit_s1:64 rdnet_tiny:64 nextvit_small:64 gcvit_xxtiny:224 mvitv2_tiny:224
     nest_tiny:224 hiera_tiny_224:224 vitamin_small_224:64 resnext50_32x4d:64 wide_resnet50_2:64 botnet26t_256:256
@@ -67,7 +73,10 @@ MODELS = {
     for name, _, size in (entry.partition(":") for entry in listed.split())
 }
 VIDEO = ("r3d_18", "mc3_18", "r2plus1d_18", "s3d", "mvit_v1_b", "mvit_v2_s", "swin3d_t")
-PAGE = Path(__file__).parent.parent / "docs" / "support.md"
+ROOT = Path(__file__).parent.parent
+PAGE = ROOT / "docs" / "support.md"
+ROWS = ROOT / "build" / "support.jsonl"
+"""A row a line; of two about the same model the later counts."""
 
 
 @dataclass(frozen=True)
@@ -79,6 +88,7 @@ class Row:
         shape: The input's.
         trouble: Why it is not supported; empty if it is.
         merges: How many sums join branches.
+        halved: In how many products nothing tells the signal from the gate, so that both get half.
         traced: ``all shapes``, or ``one shape`` where the code needs to know it.
         error: What is missing end to end, relative.
         leak: The largest of one node.
@@ -91,6 +101,7 @@ class Row:
     shape: tuple[int, ...]
     trouble: str = ""
     merges: int = 0
+    halved: int = 0
     traced: str = ""
     error: float = 0.0
     leak: float = 0.0
@@ -152,7 +163,7 @@ def examine(model: str, *, timed: bool = False) -> Row:
         with torch.no_grad():
             expected = answer(net(x.clone()))
         e = relprop.explain(net, x, 1, start="one")
-        graph = relprop.plan(net, x).graph
+        plan = relprop.plan(net, x)
     except relprop.RelpropError as error:
         return Row(model, shape, str(error))
     start = e.start.double()
@@ -163,30 +174,43 @@ def examine(model: str, *, timed: bool = False) -> Row:
         model,
         shape,
         "" if torch.isfinite(e.relevance).all() else "relevance is not finite",
-        graph.merges,
-        "all shapes" if graph.shape is None else "one shape",
+        plan.graph.merges,
+        _halved(plan),
+        "all shapes" if plan.graph.shape is None else "one shape",
         float(((arrived - start).abs() / start.abs()).max()),
         e.ledger.max_leak,
         float((e.output - expected).abs().max() / expected.abs().max()),
         absorbed,
         _cost(net, x) if timed else 0.0,
     )
-    if not row.trouble and (row.error > TOLERANCE or row.difference > 1e-3):
-        return Row(model, shape, f"error {row.error:.1e}, output differs by {row.difference:.1e}")
+    if not row.trouble and (max(row.error, row.leak) > TOLERANCE or row.difference > 1e-3):
+        return Row(model, shape, f"error {row.error:.1e}, leak {row.leak:.1e}, output differs by {row.difference:.1e}")
     return row
+
+
+def _halved(plan: Plan) -> int:
+    count = 0
+    for i in plan.reached:
+        op, sizes = plan.graph.nodes[i].operator, [prod(plan.shapes[j]) for j in plan.graph.nodes[i].inputs]
+        signals = op.chosen(sizes) if isinstance(op, Product) else op.signals if isinstance(op, Matrices) else ()
+        count += len(signals) == 2
+    return count
 
 
 def _cost(net: nn.Module, x: Tensor) -> float:
     """The median time of an explanation, in medians of forward passes."""
 
-    def seconds(run: object) -> float:
-        begun = time.perf_counter()
-        run()  # type: ignore[operator]
-        return time.perf_counter() - begun
+    def seconds(run: Callable[[], object]) -> float:
+        taken: list[float] = []
+        while len(taken) < 3 and sum(taken) < 3:
+            begun = time.perf_counter()
+            run()
+            taken.append(time.perf_counter() - begun)
+        return median(taken)
 
     with torch.no_grad():
-        forward = median(seconds(lambda: net(x)) for _ in range(3))
-    return median(seconds(lambda: relprop.explain(net, x, 1, start="one")) for _ in range(3)) / forward
+        forward = seconds(lambda: net(x))
+    return seconds(lambda: relprop.explain(net, x, 1, start="one")) / forward
 
 
 def page(rows: Sequence[Row]) -> str:
@@ -200,21 +224,20 @@ def page(rows: Sequence[Row]) -> str:
         "class 1. *Error* is what is missing between the start and the sum at the input after what the ledger names; "
         "*leak* the largest of one node; *absorbed* the named shares of the start, by cause, mean of the two; *cost* "
         "that of an explanation in forward passes of the untouched model, on a busy machine. *Traced* tells if the "
-        "graph is good for all shapes or was made for one. A model's output is compared with the untouched model's.",
+        "graph is good for all shapes or was made for one; *halved* counts the products in which nothing tells the "
+        "signal from the gate, so that both get half. A model's output is compared with the untouched model's.",
         "",
-        "| model | input | status | traced | merges | error | leak | absorbed | cost |",
-        "|---|---|---|---|---|---|---|---|---|",
+        "| model | input | status | traced | merges | halved | error | leak | absorbed | cost |",
+        "|---|---|---|---|---|---|---|---|---|---|",
     ]
     for row in rows:
         size = "x".join(map(str, row.shape[1:]))
         if row.trouble:
-            lines.append(f"| {row.model} | {size} | {row.trouble.replace('|', '/')} | | | | | | |")
+            lines.append(f"| {row.model} | {size} | {row.trouble.replace('|', '/')} | | | | | | | |")
             continue
         causes = ", ".join(f"{cause} {share:.2g}" for cause, share in row.absorbed.items()) or "none"
-        lines.append(
-            f"| {row.model} | {size} | yes | {row.traced} | {row.merges} | {row.error:.0e} | {row.leak:.0e} | {causes} "
-            f"| {row.cost:.1f} |"
-        )
+        facts = (row.model, size, "yes", row.traced, row.merges, row.halved, f"{row.error:.0e}", f"{row.leak:.0e}")
+        lines.append(f"| {' | '.join(map(str, (*facts, causes, f'{row.cost:.1f}')))} |")
     return "\n".join(lines) + "\n"
 
 
@@ -228,14 +251,27 @@ def _work(model: str) -> Row:
     return row
 
 
+def kept() -> dict[str, Row]:
+    """The rows of earlier runs."""
+    lines = ROWS.read_text(encoding="utf-8").splitlines() if ROWS.exists() else []
+    rows = (Row(**json.loads(line)) for line in lines)
+    return {row.model: replace(row, shape=tuple(row.shape)) for row in rows if row.model in MODELS}
+
+
 def main(models: Sequence[str]) -> int:
-    """Examines models, all of them if none are named, and writes the page."""
-    chosen = list(models) or list(MODELS)
-    with get_context("spawn").Pool(2, maxtasksperchild=8) as pool:
-        rows = pool.map(_work, chosen, chunksize=1)
-    if not models:
-        PAGE.write_text(page(rows), encoding="utf-8")
-    return 1 if sum(bool(row.trouble) for row in rows) > 0.05 * len(rows) else 0
+    """Examines the models named, or all that no earlier run found supported, and writes the page."""
+    rows = kept()
+    chosen = list(models) or [model for model in MODELS if model not in rows or rows[model].trouble]
+    ROWS.parent.mkdir(exist_ok=True)
+    with get_context("spawn").Pool(1, maxtasksperchild=16) as pool, ROWS.open("a", encoding="utf-8") as journal:
+        for row in pool.imap(_work, chosen):
+            rows[row.model] = row
+            journal.write(json.dumps(asdict(row)) + "\n")
+            journal.flush()
+    found = [rows[model] for model in MODELS if model in rows]
+    if len(found) == len(MODELS):
+        PAGE.write_text(page(found), encoding="utf-8")
+    return 1 if sum(bool(row.trouble) for row in found) > 0.05 * len(MODELS) else 0
 
 
 if __name__ == "__main__":

@@ -67,9 +67,9 @@ def attention(_: Any, x: Tensor) -> Tensor:
 
 
 def second(m: Any, x: Tensor) -> Tensor:
-    """Samples along the second axis, through a matrix and a sum."""
+    """Samples along the second axis, through a matrix, a sum and a norm."""
     t = tokens(x).transpose(0, 1)
-    return (t + m.fc(t)).transpose(0, 1)
+    return m.norm(t + m.fc(t)).transpose(0, 1)
 
 
 MIDDLES: dict[str, tuple[Callable[[Any, Tensor], Tensor], dict[str, Callable[[], nn.Module]]]] = {
@@ -105,7 +105,14 @@ MIDDLES: dict[str, tuple[Callable[[Any, Tensor], Tensor], dict[str, Callable[[],
     "instance norm": (lambda m, x: m.norm(x), {"norm": lambda: nn.InstanceNorm2d(4, affine=True)}),
     "rms norm": (lambda m, x: m.norm(x), {"norm": lambda: nn.RMSNorm(6, eps=1e-6)}),
     "attention by hand": (attention, {}),
-    "samples second": (second, {"fc": lambda: nn.Linear(4, 4)}),
+    "samples second": (second, {"fc": lambda: nn.Linear(4, 4), "norm": lambda: nn.LayerNorm(4)}),
+    "samples second of one": (
+        lambda m, x: m.norm(torch.stack([m.fc(x.mean((2, 3)))]) + 1)[0],
+        {
+            "fc": lambda: nn.Linear(4, 4),
+            "norm": lambda: nn.LayerNorm(4),
+        },
+    ),
     "einsum": (lambda _, x: torch.einsum("bij,bjc->bic", (tokens(x) @ tokens(x).mT).softmax(-1), tokens(x)), {}),
     "multihead": (
         lambda m, x: m.mha(tokens(x), tokens(x), tokens(x))[0],
@@ -118,6 +125,14 @@ MIDDLES: dict[str, tuple[Callable[[Any, Tensor], Tensor], dict[str, Callable[[],
     "encoder": (
         lambda m, x: m.layer(tokens(x)),
         {"layer": lambda: nn.TransformerEncoderLayer(4, 2, 8, batch_first=True, norm_first=True)},
+    ),
+    "lstm": (
+        lambda m, x: m.lstm(tokens(x)[:, ::8])[0],
+        {"lstm": lambda: nn.LSTM(4, 3, num_layers=2, bidirectional=True, batch_first=True)},
+    ),
+    "lstm, samples second": (
+        lambda m, x: m.lstm(tokens(x)[:, ::12].transpose(0, 1))[1][0][0],
+        {"lstm": lambda: nn.LSTM(4, 3)},
     ),
     "interpolation": (
         lambda _, x: F.interpolate(x, scale_factor=2, mode="bilinear") + F.interpolate(x, size=(12, 12)),
@@ -174,14 +189,22 @@ def test_attention_hands_all_to_the_values() -> None:
 
 
 @pytest.mark.parametrize(
-    "options", [{"scale_factor": 2, "mode": "bilinear"}, {"size": (3, 7)}, {"size": (2, 3), "mode": "area"}]
+    "options",
+    [
+        {"scale_factor": 2, "mode": "bilinear"},
+        {"size": (3, 7)},
+        {"size": (2, 3), "mode": "area"},
+        {"size": (7, 9), "mode": "bicubic"},
+        {"size": (3, 3), "mode": "bicubic"},
+    ],
 )
 def test_interpolation_is_the_explicit_matrix(options: dict[str, Any]) -> None:
     a, op = torch.randn(2, 2, 4, 5, dtype=torch.float64), _interpolate(Ref(0), **options)
     y = op.forward(a)
     r = torch.rand(y.shape, dtype=torch.float64)
-    expected = reference.brute_force(reference.zplus, op.forward, a, r)
-    torch.testing.assert_close(rules.zplus()(op.map(a), a, r[None]).relevance[0][0], expected)
+    for ours, theirs in ((rules.zplus(), reference.zplus), (rules.epsilon(1e-6), reference.epsilon(1e-6))):
+        expected = reference.brute_force(theirs, op.forward, a, r)
+        torch.testing.assert_close(ours(op.map(a), a, r[None]).relevance[0][0], expected)
 
 
 def test_a_transposed_convolution_is_the_explicit_matrix() -> None:
@@ -217,23 +240,44 @@ def gated(m: Any, y: Tensor) -> Tensor:
     return y * m.a(y)
 
 
-SIGNALS: dict[str, tuple[Callable[[Any, Tensor], Tensor], tuple[int, ...]]] = {
-    "a sigmoid is a gate": (lambda m, x: x.sigmoid() * m.a(x), (1,)),
-    "what was made of the other": (lambda m, x: gated(m, x.relu()), (0,)),
-    "an activation beside none": (lambda m, x: m.a(x) * m.b(x).relu(), (0,)),
-    "nothing tells": (lambda m, x: m.a(x) * m.b(x), (0, 1)),
-    "a quotient": (lambda m, x: m.a(x) / (m.b(x).abs() + 1), (0,)),
-    "weights of a softmax": (lambda m, x: m.a(x).softmax(-1) @ m.b(x), (1,)),
+def halved(m: Any, x: Tensor) -> Tensor:
+    u, v = m.a(x).relu().chunk(2, 1)
+    return u * m.b(v.repeat(1, 2, 1, 1))[:, :2]
+
+
+def heads(m: Any, x: Tensor) -> Tensor:
+    return m.b(m.a(x).softmax(-1)) @ x  # the weights of four heads, mixed
+
+
+def linear_attention(m: Any, x: Tensor) -> Tensor:
+    return m.a(x) @ (m.b(x).softmax(-1) @ x)
+
+
+SIGNALS: dict[str, tuple[Callable[[Any, Tensor], Tensor], tuple[float, float]]] = {
+    "a sigmoid is a gate": (lambda m, x: x.sigmoid() * m.a(x), (0, 1)),
+    "more so than a tanh": (lambda m, x: m.a(x).tanh() * m.b(x).sigmoid(), (1, 0)),
+    "what was made of the other": (lambda m, x: gated(m, x.relu()), (1, 0)),
+    "one number for many": (lambda m, x: m.a(x)[:, :1] * m.b(x).relu(), (0, 1)),
+    "an activation beside none": (lambda m, x: m.a(x) * m.b(x).relu(), (1, 0)),
+    "an activation before both": (halved, (0.5, 0.5)),
+    "nothing tells": (lambda m, x: m.a(x) * m.b(x), (0.5, 0.5)),
+    "a quotient": (lambda m, x: m.a(x) / (m.b(x).abs() + 1), (1, 0)),
+    "weights of a softmax": (lambda m, x: m.a(x).softmax(-1) @ m.b(x), (0, 1)),
+    "weights of a softmax, mixed": (heads, (0, 1)),
+    "a query beside values": (linear_attention, (0, 1)),
 }
 
 
-@pytest.mark.parametrize(("middle", "signals"), SIGNALS.values(), ids=SIGNALS)
+@pytest.mark.parametrize(("middle", "shares"), SIGNALS.values(), ids=SIGNALS)
 def test_the_signal_of_a_product_is_read_from_the_graph(
-    middle: Callable[[Any, Tensor], Tensor], signals: tuple[int, ...]
+    middle: Callable[[Any, Tensor], Tensor], shares: tuple[float, float]
 ) -> None:
     net = made(middle, a=nn.Conv2d(4, 4, 1), b=nn.Conv2d(4, 4, 1))
-    (product,) = [n.operator for n in relprop.plan(net).graph if isinstance(n.operator, Product | Matmul)]
-    assert product.signals == signals
+    ledger = relprop.explain(net, torch.randn(1, 3, 6, 6, dtype=torch.float64), start="one", strict=True).ledger
+    graph = relprop.plan(net).graph
+    last = max(i for i, n in enumerate(graph) if isinstance(n.operator, Product | Matmul))
+    given = [ledger.edges.get((last, j)) for j in graph.nodes[last].inputs]
+    assert [0 if share is None else float(share[0]) for share in given] == pytest.approx(shares)
 
 
 def test_a_gate_may_get_half() -> None:

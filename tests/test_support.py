@@ -53,6 +53,6 @@ def test_the_page_says_what_was_found() -> None:
     bad = support.Row("timm/b", (2, 3, 64, 64), "fold has no rule | at all")
     page = support.page([good, bad])
     assert "1 of 2 models pass" in page
-    assert "| timm/a | 3x32x32 | yes | all shapes | 4 | 1e-07 |" in page
+    assert "| timm/a | 3x32x32 | yes | all shapes | 4 | 0 | 1e-07 |" in page
     assert "constant 0.25" in page
     assert "| timm/b | 3x64x64 | fold has no rule / at all |" in page

@@ -2,9 +2,9 @@
 
 Where a signal is multiplied by a gate (squeeze-and-excitation, GLU, an attention's weights), the gate counts as a
 constant and all relevance goes to the signal: the signal-takes-all rule of Arras et al. (2019), and what Ali et al.
-(2022) do with attention. Which of the two is the gate is read from the graph: it comes out of a sigmoid or a softmax,
-of some other activation, or it was itself computed from the signal. Where nothing tells, both get half: the uniform
-rule of Achtibat et al. (2024, section 3.3). Either way nothing is lost.
+(2022) do with attention. Which of the two is the gate is read from the graph: it comes out of a softmax or a sigmoid,
+was itself computed from the signal, is one number for many elements, or comes out of some other activation. Where
+nothing tells, both get half: the uniform rule of Achtibat et al. (2024, section 3.3). Either way nothing is lost.
 
 References:
     Arras et al., 2019: Explaining and Interpreting LSTMs.
@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from relprop.activations import GATES
+from relprop.attention import Matrices
 from relprop.graph import Node
 from relprop.operators import (
     Elementwise,
@@ -49,11 +50,15 @@ class Product(Operator):
 
     Attributes:
         function: The product, or the quotient.
-        signals: Positions of the inputs that get relevance, in equal parts.
+        signals: Positions of the inputs that can get relevance.
+        halves: Whether both get half of it; otherwise, of two, the one that was not broadcast gets it all.
+        prefers: The one that does where neither was broadcast; None for half each.
     """
 
     function: Callable[..., Tensor]
     signals: tuple[int, ...] = (0, 1)
+    halves: bool = False
+    prefers: int | None = None
 
     @property
     def heirs(self) -> tuple[int, ...]:
@@ -63,8 +68,17 @@ class Product(Operator):
         return self.function(*values)
 
     def hand(self, r: Tensor, values: Sequence[Any], total: Total) -> Handed:  # noqa: ARG002 - nothing is absorbed
-        share = r if len(self.signals) == 1 else r / len(self.signals)
-        return Handed(tuple(reduced(share, v.shape) if k in self.signals else None for k, v in enumerate(values)), {})
+        signals = self.chosen([v.numel() for v in values])
+        share = r if len(signals) == 1 else r / len(signals)
+        return Handed(tuple(reduced(share, v.shape) if k in signals else None for k, v in enumerate(values)), {})
+
+    def chosen(self, sizes: Sequence[int]) -> tuple[int, ...]:
+        """The positions of the inputs that get relevance, in equal parts, when they have so many elements."""
+        if len(self.signals) == 1 or self.halves:
+            return self.signals
+        if sizes[0] != sizes[1]:
+            return (0,) if sizes[0] > sizes[1] else (1,)
+        return self.signals if self.prefers is None else (self.prefers,)
 
 
 # -- which of two is the signal --
@@ -78,37 +92,64 @@ def decide(nodes: Sequence[Node]) -> None:
         for j in node.inputs:
             ancestors |= before[j]
         before.append(ancestors)
-        if getattr(node.operator, "signals", ()) == (0, 1):
-            node.operator.signals = _signals(nodes, before, node.inputs[0], node.inputs[1])  # type: ignore[attr-defined]
+        op: Any = node.operator
+        if getattr(op, "signals", ()) == (0, 1):
+            op.signals, hint = _signals(nodes, before, node.inputs[0], node.inputs[1])
+            if isinstance(op, Product):
+                op.prefers = hint
+            elif hint is not None:  # matrices are not broadcast
+                op.signals = (hint,)
 
 
-def _signals(nodes: Sequence[Node], before: Sequence[int], left: int, right: int) -> tuple[int, ...]:
+def _signals(nodes: Sequence[Node], before: Sequence[int], left: int, right: int) -> tuple[tuple[int, ...], int | None]:
+    """The positions of the signals, and of the likelier one where that is not certain."""
     if left == right:
-        return (0,)
-    ranks = _rank(nodes, left), _rank(nodes, right)
-    gates = [rank >= 2 for rank in ranks]
+        return (0,), None
+    shared = before[left] & before[right]  # an activation that both come out of tells nothing
+    ranks = _rank(nodes, left, shared), _rank(nodes, right, shared)
+    gates = [rank >= TANH for rank in ranks]
     made = [before[left] >> right & 1 == 1, before[right] >> left & 1 == 1]  # each of the other
-    for looks in (gates, made, ranks):
+    for looks in (gates, made, ranks if all(gates) else ()):
+        if looks and looks[0] != looks[1]:
+            return ((0,) if looks[0] < looks[1] else (1,)), None
+    mixed = [not _attends(nodes, i) for i in (left, right)]
+    for looks in (ranks, mixed):
         if looks[0] != looks[1]:
-            return (0,) if looks[0] < looks[1] else (1,)
-    return (0, 1)
+            return (0, 1), (0 if looks[0] < looks[1] else 1)
+    return (0, 1), None
 
 
-def _rank(nodes: Sequence[Node], i: int) -> int:
-    """How much a value looks like a gate: 3 a number, 2 of a sigmoid or softmax, 1 of another activation, 0 neither."""
+NUMBER, SOFTMAX, SIGMOID, TANH, OTHER, NONE = 5, 4, 3, 2, 1, 0
+"""What a value comes out of; the higher, the more it looks like a gate."""
+
+
+def _rank(nodes: Sequence[Node], i: int, shared: int) -> int:
     op = nodes[i].operator
-    if not op.heirs:
-        return 3
+    if not op.heirs or shared >> i & 1:
+        return NONE if op.heirs else NUMBER
+    if isinstance(op, Elementwise) and op.label in GATES:
+        return SOFTMAX if "soft" in op.label else TANH if op.label == "tanh" else SIGMOID
+    several = isinstance(op, Product | Joined)
+    rank = max(_rank(nodes, op.inputs[k].node, shared) for k in (range(len(op.inputs)) if several else op.heirs[:1]))
     if isinstance(op, Elementwise):
-        if op.label in GATES:
-            return 2
-        return max(_rank(nodes, op.inputs[0].node), 0 if op.identity else 1)
-    if isinstance(op, Product):
-        return max(_rank(nodes, ref.node) for ref in op.inputs)
-    passes = isinstance(op, Reshape | Moved) or (isinstance(op, Mapped) and not isinstance(op, Linear))
-    if passes or (isinstance(op, Sum) and len(op.inputs) == 1):
-        return _rank(nodes, op.inputs[op.heirs[0]].node)
-    return max(_rank(nodes, ref.node) for ref in op.inputs) if isinstance(op, Joined) else 0
+        return max(rank, NONE if op.identity else OTHER)
+    if isinstance(op, Linear):  # an attention's weights, mixed among its heads
+        return SOFTMAX if rank == SOFTMAX else NONE
+    return rank if several or _passes(op) else NONE
+
+
+def _passes(op: Operator) -> bool:
+    """Whether an operator leaves a gate a gate: moves, averages, norms, constants added."""
+    mapped = isinstance(op, Mapped) and not op.weighted and not isinstance(op, Matrices)
+    return isinstance(op, Reshape | Moved) or mapped or (isinstance(op, Sum) and len(op.inputs) == 1)
+
+
+def _attends(nodes: Sequence[Node], i: int) -> bool:
+    """Whether a value is one that an attention has mixed already: what is left to multiply it with is a query."""
+    op = nodes[i].operator
+    if isinstance(op, Reshape | Moved):
+        return _attends(nodes, op.inputs[0].node)
+    return isinstance(op, Matrices) and len(op.signals) == 1
 
 
 # -- their spellings --

@@ -40,6 +40,10 @@ def lead(op: Operator, values: Sequence[Any], leads: Sequence[int | None], after
         return None
     if batch == 1:
         return APART
+    if any(
+        leads[k] is not None for k in op.heirs
+    ):  # where what gets relevance lies; what makes a gate may lie elsewhere
+        leads = [known if k in op.heirs else None for k, known in enumerate(leads)]
     numbers = [
         _numbers(v, known, batch) if isinstance(v, Tensor) else v for v, known in zip(values, leads, strict=True)
     ]
@@ -80,10 +84,15 @@ def _called(batch: int) -> Tensor:
 
 def summed(r: Tensor, known: int | None, batch: int) -> Tensor:
     """Sums relevance ``(T, ...)`` to ``(T, batch)``."""
-    if known in (None, APART):
+    if are_first(known, r.shape[1:], batch):
         amounts = total(r)
         return amounts if amounts.shape[1] == batch else amounts.reshape(len(r), batch, -1).sum(2)
-    return total(r.reshape(len(r), known, batch, -1).transpose(1, 2))
+    return total(r.reshape(len(r), known or APART, batch, -1).transpose(1, 2))
+
+
+def are_first(known: int | None, shape: Sequence[int], batch: int) -> bool:
+    """Whether the first axis is that of the samples, or of several items of each."""
+    return known in (None, APART) and shape[0] % batch == 0
 
 
 def in_front(value: Tensor, known: int, batch: int) -> Tensor:

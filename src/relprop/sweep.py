@@ -23,6 +23,7 @@ from relprop.graph import Call, Node
 from relprop.ledger import TOLERANCE, Ledger, total
 from relprop.maps import Convolution, Dense, LinearMap
 from relprop.merges import Split
+from relprop.norms import Norm
 from relprop.operators import (
     BatchNorm,
     Constant,
@@ -320,7 +321,7 @@ class Sweep:
         if isinstance(op, Mapped) and isinstance(treatment, Rule):
             return self._map(i, op, treatment, r, record, leads[i])
         if isinstance(op, Product) and treatment == HALVES:
-            op = replace(op, signals=(0, 1))
+            op = replace(op, signals=(0, 1), halves=True)
         batch = record.shapes[0][0]
         return op.hand(r, self._inputs(node, record, r), lambda part: samples.summed(part, leads[i], batch))
 
@@ -335,6 +336,7 @@ class Sweep:
         node = self.plan.graph.nodes[i]
         values = self._inputs(node, record, r)
         signals = op.signals if isinstance(op, Matrices) else (op.signal,)
+        batch = record.shapes[0][0]
         handed: list[Tensor | None] = [None] * len(values)
         absorbed: dict[str, Tensor] = {}
         for k in signals:
@@ -346,12 +348,13 @@ class Sweep:
                 linear = op.map_of(k, *values) if isinstance(op, Matrices) else op.map(*values)
             share = r if len(signals) == 1 else r / len(signals)
             if isinstance(op, Reduction) and 0 in [axis % a.ndim for axis in op.axes]:
-                result = _over_first(op, rule, a, share, record.shapes[0][0], lead)
-            elif lead not in (None, samples.APART) and isinstance(linear, Dense):
+                result = _over_first(op, rule, a, share, batch, lead)
+            elif not samples.are_first(lead, record.shapes[i], batch) and _only_last(op, a):
                 # The rule is to see the samples in front, as everywhere.
-                batch = record.shapes[0][0]
-                share = torch.stack([samples.in_front(part, lead, batch) for part in share])
-                result = rule(linear, samples.in_front(a, lead, batch), share, nonnegative=self._is_nonnegative(j))
+                share = torch.stack([samples.in_front(part, lead or samples.APART, batch) for part in share])
+                in_front = samples.in_front(a, lead or samples.APART, batch)
+                linear = op.map(in_front) if isinstance(op, Norm) else linear
+                result = rule(linear, in_front, share, nonnegative=self._is_nonnegative(j))
                 assert result.relevance[0] is not None
                 result = Handed((samples.as_before(result.relevance[0], a.shape),), result.absorbed)
             else:
@@ -376,9 +379,10 @@ class Sweep:
             branches = [values[b].expand(record.shapes[i]) for b in takers]
         known = [b < len(node.inputs) and op.factors[b] > 0 and self._is_nonnegative(node.inputs[b]) for b in takers]
         batch = record.shapes[0][0]
-        if lead in (None, samples.APART):
+        if samples.are_first(lead, record.shapes[i], batch):
             handed = split(branches, len(takers), r, known)
         else:
+            lead = lead or samples.APART
             branches = [samples.in_front(branch, lead, batch) for branch in branches]
             handed = split(branches, len(takers), torch.stack([samples.in_front(p, lead, batch) for p in r]), known)
             back = (None if h is None else samples.as_before(h, record.shapes[i]) for h in handed.relevance)
@@ -426,6 +430,13 @@ def _over_first(op: Reduction, rule: Rule, a: Tensor, r: Tensor, batch: int, lea
     result = rule(moved.map(in_front), in_front, r.movedim(at + 1, 1))
     assert result.relevance[0] is not None
     return Handed((result.relevance[0].movedim(1, samples_at + 1),), result.absorbed)
+
+
+def _only_last(op: Mapped, a: Tensor) -> bool:
+    """Whether a map mixes nothing but elements of the last axis, so that others may change places."""
+    if isinstance(op, Norm):
+        return op.average(a).shape[:-1] == a.shape[:-1]
+    return isinstance(op, Linear) and isinstance(op.linear, Dense)
 
 
 def _by_sample(amount: Tensor, batch: int) -> Tensor:

@@ -29,6 +29,7 @@ from relprop import (
     hooks,
     norms,
     operators,
+    recurrent,
     shapes,
     upsampling,
     vocabulary,
@@ -40,7 +41,7 @@ from relprop.graph import Call, Graph, Node
 from relprop.operators import ARITHMETIC, SHAPES, Elementwise, Operator, Ref, Sum
 from relprop.state import undisturbed
 
-FAMILIES = (vocabulary, activations, shapes, gates, norms, attention, upsampling, embeddings)
+FAMILIES = (vocabulary, activations, shapes, gates, norms, attention, recurrent, upsampling, embeddings)
 """The rooms that register operators: all of torch's words that are known."""
 
 TRACING = threading.RLock()
@@ -262,7 +263,7 @@ class ShapedTracer(Tracer):
 
     def create_proxy(self, kind: str, target: Any, args: Any, kwargs: Any, *rest: Any, **options: Any) -> Any:
         if kind == "call_function" and is_wrapped(target):
-            return target(*args, **kwargs)
+            return _marked(target(*args, **kwargs))
         if kind in ("call_function", "call_method") and target in operators.REWRITES:
             return operators.REWRITES[target](*args, **kwargs)
         proxy = super().create_proxy(kind, target, args, kwargs, *rest, **options)
@@ -297,6 +298,20 @@ class ShapedTracer(Tracer):
             finally:
                 self._computing = False
         return _evaluate(n, None, args, kwargs)
+
+
+class _Marked(tuple[Any, ...]):
+    """What a wrapped function returned, with a node for fx to leave its mark on."""
+
+    node: fx.Node
+
+
+def _marked(returned: Any) -> Any:
+    if not isinstance(returned, list | tuple) or not any(isinstance(r, fx.Proxy) for r in returned):
+        return returned
+    marked = _Marked(returned)
+    marked.node = next(r.node for r in returned if isinstance(r, fx.Proxy))
+    return marked
 
 
 def is_wrapped(target: Any) -> bool:

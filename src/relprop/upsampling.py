@@ -1,8 +1,7 @@
 """Upsampling: interpolation and transposed convolutions.
 
 Both are linear maps, so the plan's rules serve them. Interpolation works axis by axis: one small matrix each says which
-inputs an output is made of, and with which weights. They are not negative: those of bicubic interpolation are
-clamped on the way back.
+inputs an output is made of, and with which weights; bicubic ones may be negative.
 """
 
 from __future__ import annotations
@@ -10,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import product
 from typing import Any
 
 import torch
@@ -21,11 +21,24 @@ from relprop.operators import Mapped, Operator, Ref, bound, refs, register
 
 
 class Resampling(Window):
-    """Weighted sums over windows whose weights differ; what is handed on evenly goes to all that have any."""
+    """Weighted sums over windows whose weights differ; what is handed on evenly goes to all that have any.
 
-    def __init__(self, members: Sequence[Tensor], scale: Tensor) -> None:
-        super().__init__(members, scale)
-        self._seen = [(matrix > 0).to(matrix.dtype) for matrix in members]
+    Its parameters are two numbers, 1 and -1, which the positive and the negative weights are multiples of.
+    """
+
+    def __init__(self, members: Sequence[Tensor]) -> None:
+        super().__init__(members, members[0].new_tensor([1.0, -1.0]))
+        self._seen = [(matrix != 0).to(matrix.dtype) for matrix in members]
+        signs = [[(0, m.clamp(min=0)), *([(1, -m.clamp(max=0))] if (m < 0).any() else [])] for m in members]
+        self._parts = [(sum(s for s, _ in part) % 2, [m for _, m in part]) for part in product(*signs)]
+
+    def apply(self, a: Tensor, weight: Tensor) -> Tensor:
+        parts = [self._contract(a, matrices) * weight[sign] for sign, matrices in self._parts]
+        return sum(parts[1:], start=parts[0])
+
+    def transpose(self, s: Tensor, weight: Tensor, shape: Sequence[int]) -> Tensor:  # noqa: ARG002 - told by the windows
+        parts = [self._contract(s, [m.T for m in matrices]) * weight[sign] for sign, matrices in self._parts]
+        return sum(parts[1:], start=parts[0])
 
     def spread(self, s: Tensor, shape: Sequence[int]) -> Tensor:  # noqa: ARG002 - told by the windows
         return self._contract(s, [seen.T for seen in self._seen])
@@ -64,8 +77,8 @@ class Interpolation(Mapped):
                 basis = basis.expand(size, 1, *sizes).contiguous()
             columns = self.function(basis, *values[1:])
             line = columns[(slice(None), 0, *[slice(None) if k == axis else 0 for k in range(len(sizes))])]
-            matrices.append(line.reshape(size, whole[axis]).T.clamp(min=0))
-        return Resampling(matrices, a.new_ones(()))
+            matrices.append(line.reshape(size, whole[axis]).T)
+        return Resampling(matrices)
 
 
 @register(F.interpolate, F.upsample, numbers=True)
