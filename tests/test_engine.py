@@ -856,9 +856,9 @@ def test_attribute_takes_and_gives_tuples_and_options(net: nn.Module, capsys: py
     want = relprop.explain(net, images(), [1, 2], preset="mixture", split="symmetric", start="logit")
     assert torch.equal(attributions, want.relevance)
     assert "end to end error" in capsys.readouterr().out
-    with pytest.raises(relprop.RelpropError, match="one tensor"):
+    with pytest.raises(relprop.RelpropError, match="2 arguments"):
         lrp.attribute((images(), images()))
-    with pytest.raises(relprop.RelpropError, match="additional_forward_args"):
+    with pytest.raises(relprop.RelpropError, match="2 arguments"):
         lrp.attribute(images(), additional_forward_args=3)
 
 
@@ -876,6 +876,8 @@ def computed(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
         return forward(self, *args, **kwargs)
 
     def noted(module: nn.Module, args: tuple[Any, ...]) -> None:
+        if type(module).__name__ == "GuardsFn":  # torch.export's own, which looks at shapes
+            return
         if any(isinstance(a, Tensor) and a.device.type != "meta" and not isinstance(a, FakeTensor) for a in args):
             calls.append(type(module).__name__)
 
@@ -1036,8 +1038,7 @@ def norm_without_statistics() -> nn.Module:
 MODELS: dict[str, tuple[Callable[[], Any], tuple[int, ...], tuple[str, ...]]] = {
     "in training": (lambda: training(""), (2, 3, 12, 12), ("Net", "training mode", "model.eval()")),
     "one part in training": (lambda: training("layer2.bn1"), (2, 3, 12, 12), ("'layer2.bn1'", "model.eval()")),
-    "float16": (lambda: seeded(Net).half(), (2, 3, 12, 12), ("float16", "model.float()")),
-    "bfloat16": (lambda: seeded(Net).bfloat16(), (2, 3, 12, 12), ("bfloat16", "model.float()")),
+    "complex": (lambda: nn.Linear(4, 3, dtype=torch.complex64).eval(), (2, 4), ("complex64", "model.float()")),
     "two precisions": (
         lambda: nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 3).double()).eval(),
         (2, 4),
@@ -1045,7 +1046,7 @@ MODELS: dict[str, tuple[Callable[[], Any], tuple[int, ...], tuple[str, ...]]] = 
     ),
     "not a module": (lambda: "resnet50", (2, 4), ("str", "torch.nn.Module")),
     "a class": (lambda: Net, (2, 4), ("type", "torch.nn.Module")),
-    "two inputs": (lambda: TwoInputs().eval(), (2, 4), ("TwoInputs", "2 inputs", "one tensor")),
+    "two inputs": (lambda: TwoInputs().eval(), (2, 4), ("TwoInputs", "one tensor", "'y'", "tuple", "dict")),
     "a tuple": (lambda: functional(lambda m, x: (m.fc(x), x)), (2, 4), ("tuple", "one tensor")),
     "a dict": (lambda: functional(lambda m, x: {"a": m.fc(x), "b": x}), (2, 4), ("dict", "one tensor", "'logits'")),
     "control flow": (
@@ -1088,9 +1089,7 @@ def test_bad_models(
     computed: list[str], make: Callable[[], Any], shape: tuple[int, ...], words: tuple[str, ...]
 ) -> None:
     model = make()
-    half = isinstance(model, nn.Module) and any(p.dtype == torch.float16 for p in model.parameters())
-    x = noise(*shape).half() if half else noise(*shape)
-    assert_refused(model, x, {}, words, computed)
+    assert_refused(model, noise(*shape), {}, words, computed)
 
 
 def test_lazy_modules_are_refused_until_they_have_weights(computed: list[str]) -> None:

@@ -86,12 +86,23 @@ for _name in (
 register(operator.pow, numbers=True)(partial(activation, "pow", torch.pow))
 
 
+class Converted(Elementwise):
+    """The same values as numbers of another kind."""
+
+    def shape(self, *values: Any) -> Any:
+        try:
+            after = self.function(*values)
+        except (RuntimeError, NotImplementedError):  # to another device, which has no place for what has no contents
+            return values[0]
+        return after if after.is_meta else values[0]
+
+
 def _converted(name: str, x: Ref, *args: Any, **kwargs: Any) -> Operator:
     inputs, call = tuple(refs(((x, *args), kwargs))), bound(getattr(Tensor, name), (x, *args), kwargs)
-    return Elementwise(name, inputs, call, nonnegative=None, identity=True)
+    return Converted(name, inputs, call, nonnegative=None, identity=True)
 
 
-for _name in ("float", "double", "type", "type_as", "to"):
+for _name in ("float", "double", "type", "type_as", "to", "bool", "long", "int"):
     register(_name, numbers=True)(partial(_converted, _name))
 
 

@@ -52,6 +52,18 @@ class Mixing(LinearMap):
         back = self._backward(s.unflatten(0, (-1, self._items)), weight)
         return reduced(back, (self._items, *shape)).flatten(0, 1)
 
+    def spread(self, s: Tensor, shape: Sequence[int]) -> Tensor:
+        return self.transpose(s, self._connected(shape), shape)
+
+    def fan(self, shape: Sequence[int]) -> Tensor:
+        return self.apply(self.weight.new_ones((1, *shape)), self._connected(shape))
+
+    def _connected(self, shape: Sequence[int]) -> Tensor:
+        """Ones where there is a weight: what attention masks is no input. All ones if an output had none then."""
+        real = (self.weight != 0).to(self.weight.dtype)
+        seen = self.apply(self.weight.new_ones((1, *shape)), real)
+        return real if bool(seen.all()) else torch.ones_like(real)
+
 
 class Matrices(Mapped):
     """A product of two tensors over some of their axes.

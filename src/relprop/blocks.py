@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from relprop import operators
+from relprop.embeddings import Lookup
 from relprop.gates import Product
 from relprop.graph import Graph, Node
 from relprop.operators import BatchNorm, Elementwise, Linear, Mapped, Operator, Sum
@@ -40,6 +41,8 @@ def annotated(nodes: list[Node]) -> list[Node]:
         }
         if isinstance(op, Mapped) and op.weighted:
             changes["first"] = not ancestors & weighted
+            weighted |= 1 << i
+        if isinstance(op, Lookup):  # the first map of a text: what comes after it has not seen the input itself
             weighted |= 1 << i
         if isinstance(op, BatchNorm):
             j = node.inputs[0]

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Container, Iterator
-from dataclasses import dataclass
+from copy import copy
+from dataclasses import dataclass, replace
 
 from torch import nn
 
-from relprop.operators import Operator
+from relprop.operators import Operator, Ref, Unknown
 
 Call = tuple[str, int]
 """A call of a module: its qualified name, and how many calls of it came before."""
@@ -56,15 +57,17 @@ class Node:
 
 @dataclass(frozen=True, eq=False)
 class Graph:
-    """A model as nodes in the order in which they are computed; node 0 is the input, the last one the output.
+    """A model as nodes in the order in which they are computed; the first are the inputs, the last one the output.
 
     Attributes:
         nodes: The nodes.
-        shape: The one shape of inputs that it is good for; None for any.
+        shape: The shapes of the inputs that it is good for, one each; None for any.
+        inputs: How many inputs there are.
     """
 
     nodes: tuple[Node, ...]
-    shape: tuple[int, ...] | None = None
+    shape: tuple[tuple[int, ...], ...] | None = None
+    inputs: int = 1
 
     def __iter__(self) -> Iterator[Node]:
         """The nodes, from input to output."""
@@ -103,8 +106,36 @@ class Graph:
             every: Nodes that hand relevance to all of their inputs, not only to those that they usually do.
         """
         found = {len(self.nodes) - 1}
-        for i in range(len(self.nodes) - 1, 0, -1):
+        for i in range(len(self.nodes) - 1, self.inputs - 1, -1):
             if i in found:
                 inputs = self.nodes[i].inputs
                 found.update(inputs if i in every else (inputs[k] for k in self.nodes[i].operator.heirs))
         return frozenset(found)
+
+    def unknown(self) -> list[Node]:
+        """The nodes without a rule that relevance can reach."""
+        return [self.nodes[i] for i in sorted(self.reached()) if isinstance(self.nodes[i].operator, Unknown)]
+
+    def until(self, last: int) -> tuple[Graph, tuple[int, ...]]:
+        """The part of the graph that a node's value depends on, inputs included.
+
+        Returns:
+            A graph whose output is that node, and the numbers that its nodes have in this one.
+        """
+        needed = {*range(self.inputs), last}
+        for i in range(last, self.inputs - 1, -1):
+            if i in needed:
+                needed.update(self.nodes[i].inputs)
+        kept = tuple(sorted(needed))
+        new = {old: i for i, old in enumerate(kept)}
+        nodes = []
+        for old in kept:
+            node = self.nodes[old]
+            inputs = tuple(Ref(new[j]) for j in node.inputs)
+            if inputs != node.operator.inputs:
+                operator = copy(node.operator)
+                operator.inputs = inputs
+                folds = None if node.folds is None else new[node.folds]
+                node = replace(node, operator=operator, folds=folds)
+            nodes.append(node)
+        return Graph(tuple(nodes), self.shape, self.inputs), kept

@@ -83,6 +83,7 @@ class Ledger:
         scale: What the sums are multiplied with to give the user's units, ``(T, B)``.
         several: Whether the user asked for several targets a sample.
         tolerance: Largest leak that counts as rounding.
+        inputs: How many of the nodes, the first ones, are inputs.
     """
 
     nodes: tuple[str, ...]
@@ -91,6 +92,7 @@ class Ledger:
     scale: Tensor
     several: bool
     tolerance: float
+    inputs: int = 1
     edges: dict[tuple[int, int], tuple[Tensor, Tensor]] = field(default_factory=dict)
     absorbed: dict[int, dict[str, Tensor]] = field(default_factory=dict)
 
@@ -107,12 +109,11 @@ class Ledger:
         for (consumer, producer), (amount, size) in self.edges.items():
             if producer in inside and consumer not in inside:
                 received, came = received + amount, came + size
-            if consumer in inside and producer not in inside:
+            # The model's inputs keep what they receive: nobody else gets it.
+            if producer < self.inputs if producer in inside else consumer in inside:
                 handed, left = handed + amount, left + size
         if len(self.nodes) - 1 in inside:  # the model's output, where the start is put
             received, came = received + self.start, came + self.start.abs()
-        if 0 in inside:  # the model's input keeps what it receives
-            handed, left = handed + received, left + came
         causes: dict[str, Tensor] = {}
         for node in inside & self.absorbed.keys():
             for cause, amount in self.absorbed[node].items():
@@ -155,7 +156,7 @@ class Ledger:
     @property
     def error(self) -> Tensor:
         """End to end: ``|start - sum at the input - named| / |start|``, one a target of each sample."""
-        arrived = self.entry([0]).received
+        arrived = self.entry(range(self.inputs)).received
         start = self._user(self.start)
         missing = start - arrived - sum(self.absorbed_by_cause.values(), start=torch.zeros_like(start))
         size = self.entry([len(self.nodes) - 1]).size
@@ -212,6 +213,7 @@ class Ledger:
             "scale": self.scale.tolist(),
             "several": self.several,
             "tolerance": self.tolerance,
+            "inputs": self.inputs,
             "edges": [[c, p, amount.tolist(), size.tolist()] for (c, p), (amount, size) in self.edges.items()],
             "absorbed": [[n, cause, a.tolist()] for n, causes in self.absorbed.items() for cause, a in causes.items()],
         }
@@ -230,6 +232,7 @@ class Ledger:
             tensor(values["scale"]),
             values["several"],
             values["tolerance"],
+            values.get("inputs", 1),
         )
         for consumer, producer, amount, size in values["edges"]:
             ledger.edges[consumer, producer] = tensor(amount), tensor(size)

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from relprop.engine import explain
-from relprop.errors import RelpropError
 
 
 class LRP:
@@ -36,9 +35,9 @@ class LRP:
         """Attributes the target's logit to the inputs.
 
         Args:
-            inputs: A batch, or a tuple with one.
+            inputs: A batch, or a tuple of them, one for each of the model's first arguments.
             target: As in :func:`relprop.explain`; None for the predicted class.
-            additional_forward_args: Not supported: the model has to take one tensor.
+            additional_forward_args: The model's other arguments: one, or a tuple.
             return_convergence_delta: Whether to return what the attributions' sum lacks of the logit, too.
             verbose: Whether to print the ledger.
 
@@ -48,23 +47,19 @@ class LRP:
         Raises:
             RelpropError: If the request cannot be met.
         """
-        if additional_forward_args is not None:
-            msg = (
-                "additional_forward_args cannot be passed on: relprop explains models of one tensor; wrap the "
-                "model to fix the others."
-            )
-            raise RelpropError(msg)
-        several = isinstance(inputs, tuple)
-        if several and len(inputs) != 1:
-            msg = f"There are {len(inputs)} inputs; relprop explains models of one tensor."
-            raise RelpropError(msg)
-        x = inputs[0] if isinstance(inputs, tuple) else inputs
-        result = explain(self.model, x, target, **self.options)
+        first = inputs if isinstance(inputs, tuple) else (inputs,)
+        more = additional_forward_args
+        more = () if more is None else more if isinstance(more, tuple) else (more,)
+        result = explain(
+            self.model, (*first, *more) if len(first) + len(more) > 1 else first[0], target, **self.options
+        )
         if verbose:
             print(result.ledger)
-        attributions = (result.relevance,) if several else result.relevance
+        relevance = result.relevance if isinstance(result.relevance, tuple) else (result.relevance,)
+        attributions = relevance[: len(first)] if isinstance(inputs, tuple) else relevance[0]
         if not return_convergence_delta:
             return attributions
-        axes = tuple(range(result.target.ndim, result.relevance.ndim))
-        delta = result.start - result.relevance.sum(axes, dtype=torch.float64).to(result.start.dtype)
-        return attributions, delta
+        delta = result.start.double()
+        for r in relevance:
+            delta = delta if r is None else delta - r.sum(tuple(range(delta.ndim, r.ndim)), dtype=torch.float64)
+        return attributions, delta.to(result.start.dtype)

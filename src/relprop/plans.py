@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import nn
 
-from relprop import merges, rules
+from relprop import concepts, merges, rules
 from relprop.attention import Matrices
 from relprop.errors import RelpropError
 from relprop.gates import Product
@@ -139,6 +139,7 @@ class Plan:
         settings: What the plan was made from, by name.
         identity_skips: Whether identity skips get relevance.
         shapes: Shape of each node's value, once an input has been seen.
+        layer: The layer at whose output relevance starts; None for the model's own.
     """
 
     graph: Graph
@@ -146,6 +147,7 @@ class Plan:
     settings: Mapping[str, Any]
     identity_skips: bool = True
     shapes: tuple[tuple[int, ...], ...] = field(default=(), compare=False)
+    layer: str | None = None
 
     @cached_property
     def reached(self) -> frozenset[int]:
@@ -203,6 +205,7 @@ def make(
     identity_skips: bool = True,
     overrides: Mapping[Any, Override] | None = None,
     pixels: tuple[tuple[float, ...], tuple[float, ...]] | None = None,
+    layer: str | None = None,
 ) -> Plan:
     """Decides what every node gets.
 
@@ -214,6 +217,8 @@ def make(
         overrides: From a name pattern (``"layer4.*"``), a module type or a block number to a rule, a split, a
             stand-in for a max pool, ``"fold"`` or ``"pass"``; later ones win.
         pixels: Smallest and largest value of a pixel, by channel, for the rule that needs them; ImageNet's if not told.
+        layer: The layer at whose output relevance starts, instead of the model's; what lies before it gets what it
+            would get anyway.
 
     Raises:
         RelpropError: If there is no such preset, an override fits nothing, or an operator has no rule.
@@ -228,6 +233,9 @@ def make(
     treatments = [_treat(node, table, chosen, _upper(graph, node)) for node in graph]
     for key, value in (overrides or {}).items():
         _override(graph, treatments, key, _named(value))
+    if layer is not None:
+        graph, kept = graph.until(concepts.find(graph, layer))
+        treatments = [treatments[i] for i in kept]
     for i in sorted(_reached(graph, treatments)):
         node, treatment = graph.nodes[i], treatments[i]
         if isinstance(node.operator, Unknown) and treatment != PASS:
@@ -241,7 +249,9 @@ def make(
     settings = {"preset": preset, "split": str(chosen), "identity_skips": identity_skips}
     if overrides:
         settings["overrides"] = {getattr(k, "__name__", str(k)): str(_named(v)) for k, v in overrides.items()}
-    return Plan(graph, tuple(treatments), settings, identity_skips)
+    if layer is not None:
+        settings["layer"] = layer
+    return Plan(graph, tuple(treatments), settings, identity_skips, layer=layer)
 
 
 def _reached(graph: Graph, treatments: Sequence[Treatment]) -> frozenset[int]:

@@ -14,20 +14,29 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from relprop import forms
 from relprop.errors import RelpropError
+from relprop.forms import Form, Output
 from relprop.graph import Call, Graph
 from relprop.merges import Split
+from relprop.operators import Mapped, MaxPool
 from relprop.plans import Pooling
 from relprop.rules import Rule
 
 PRECISIONS = (torch.float32, torch.float64)
+HALVES = (torch.float16, torch.bfloat16)
+"""In these, relevance cannot add up: such models are explained in float32."""
 
 Beginning = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 """From output and targets to the relevance to start with, ``(T, B, classes)``, and its unit, ``(T, B)``."""
 
 
-def module(model: Any) -> nn.Module:
+def module(model: Any, *, halves: bool = False) -> nn.Module:
     """The module to explain.
+
+    Args:
+        model: The model.
+        halves: Whether it may have half precision.
 
     Raises:
         RelpropError: If it is not a module, is in training mode, or has a precision or devices that cannot be used.
@@ -54,7 +63,7 @@ def module(model: Any) -> nn.Module:
         msg = f"{type(inner).__name__} has weights of several precisions ({names}); convert it with model.float()."
         raise RelpropError(msg)
     for dtype in precisions:
-        if dtype not in PRECISIONS:
+        if dtype not in (*PRECISIONS, *(HALVES if halves else ())):
             msg = (
                 f"{type(inner).__name__} has {_short(dtype)} weights, in which relevance cannot add up; convert it "
                 "with model.float()."
@@ -83,7 +92,7 @@ def device(model: nn.Module) -> torch.device:
 
 
 def check_input(x: Any, model: nn.Module) -> None:
-    """Refuses what is no batch of finite inputs of the model's kind.
+    """Refuses what is no batch of finite inputs of the model's kind, in one tensor.
 
     Raises:
         RelpropError: With what is wrong and how to mend it.
@@ -91,34 +100,84 @@ def check_input(x: Any, model: nn.Module) -> None:
     if not isinstance(x, Tensor):
         msg = f"The input is a {type(x).__name__}; pass a torch.Tensor with a batch axis in front."
         raise RelpropError(msg)
-    like = next((t for t in [*model.parameters(), *model.buffers()] if t.is_floating_point()), x)
-    if x.dtype != like.dtype or x.dtype not in PRECISIONS:
-        wanted = like.dtype if like.dtype in PRECISIONS else torch.float32
+    _, (tensor,) = inputs(x, model)
+    if not tensor.is_floating_point():
+        raise RelpropError(_other_kind(tensor, "The input", _like(model, tensor).dtype))
+
+
+def inputs(x: Any, model: nn.Module, output: Output = None) -> tuple[Form, tuple[Tensor, ...]]:
+    """The form of the call that is to be explained, and its tensors.
+
+    Raises:
+        RelpropError: If they are no batch of finite inputs of the model's kind; says how to mend it.
+    """
+    shape, tensors = forms.form(x, model, output)
+    for name, tensor in zip(shape.names, tensors, strict=True):
+        _check(tensor, "The input" if len(tensors) == 1 else f"The input {name!r}", _like(model, tensor))
+    first = tensors[0]
+    if first.ndim < (2 if len(tensors) == 1 else 1):
         msg = (
-            f"The input is {_short(x.dtype)}, but the model computes in {_short(wanted)}; convert it with "
-            f"x.to(torch.{_short(wanted)})."
+            f"The input has shape {tuple(first.shape)}; relprop expects a batch axis in front, such as x.unsqueeze(0) "
+            "adds."
         )
         raise RelpropError(msg)
+    for name, tensor in zip(shape.names, tensors, strict=True):
+        if tensor.ndim < 1 or len(tensor) != len(first):
+            msg = (
+                f"The input {name!r} has shape {tuple(tensor.shape)} beside a batch of {len(first)}; give every input "
+                "the same batch axis in front, or fix it in a module around the model."
+            )
+            raise RelpropError(msg)
+    return shape, tensors
+
+
+def _like(model: nn.Module, x: Tensor) -> Tensor:
+    """A tensor of the kind that a model computes with."""
+    return next((t for t in [*model.parameters(), *model.buffers()] if t.is_floating_point()), x)
+
+
+def _check(x: Tensor, name: str, like: Tensor) -> None:
+    """Refuses a tensor that is not of the model's kind, or not finite."""
+    whole = not x.is_floating_point() and not x.is_complex()
+    if not whole and (x.dtype != like.dtype or x.dtype not in (*PRECISIONS, *HALVES)):
+        raise RelpropError(_other_kind(x, name, like.dtype))
     if x.device != like.device:
-        msg = f"The input lies on {x.device}, but the model on {like.device}; move it with x.to({str(like.device)!r})."
-        raise RelpropError(msg)
-    if x.ndim < 2:
-        msg = (
-            f"The input has shape {tuple(x.shape)}; relprop expects a batch axis in front, such as x.unsqueeze(0) adds."
-        )
+        msg = f"{name} lies on {x.device}, but the model on {like.device}; move it with x.to({str(like.device)!r})."
         raise RelpropError(msg)
     if not x.numel():
-        msg = f"The input is an empty batch, of shape {tuple(x.shape)}; pass at least one sample."
+        msg = f"{name} is an empty batch, of shape {tuple(x.shape)}; pass at least one sample."
         raise RelpropError(msg)
-    finite = torch.isfinite(x)
-    if not finite.all():
-        bad = ~finite
-        sample = int(bad.flatten(1).any(1).nonzero()[0])
+    bad = ~torch.isfinite(x)
+    if bad.any():
+        sample = int(bad.reshape(len(x), -1).any(1).nonzero()[0]) if x.ndim else 0
         msg = (
-            f"The input has {int(bad.sum())} NaN or infinite values, the first in sample {sample}; clean it, such "
+            f"{name} has {int(bad.sum())} NaN or infinite values, the first in sample {sample}; clean it, such "
             "as with x.nan_to_num()."
         )
         raise RelpropError(msg)
+
+
+def _other_kind(x: Tensor, name: str, dtype: torch.dtype) -> str:
+    wanted = dtype if dtype in (*PRECISIONS, *HALVES) else torch.float32
+    return (
+        f"{name} is {_short(x.dtype)}, but the model computes in {_short(wanted)}; convert it with "
+        f"x.to(torch.{_short(wanted)})."
+    )
+
+
+def check_whole(tensors: Sequence[Tensor], graph: Graph, model: nn.Module) -> None:
+    """Refuses whole numbers where the model computes with them, instead of looking something up.
+
+    Raises:
+        RelpropError: With the kind of numbers that it wants.
+    """
+    consumers = graph.consumers()
+    for i, tensor in enumerate(tensors):
+        if not tensor.is_floating_point() and any(
+            isinstance(graph.nodes[j].operator, Mapped | MaxPool) for j in consumers[i]
+        ):
+            name = "The input" if len(tensors) == 1 else f"The input {graph.nodes[i].name.removeprefix('input.')!r}"
+            raise RelpropError(_other_kind(tensor, name, _like(model, tensor).dtype))
 
 
 def check_plan(preset: Any, split: Any, identity_skips: Any, overrides: Any) -> None:
@@ -147,8 +206,13 @@ def check_plan(preset: Any, split: Any, identity_skips: Any, overrides: Any) -> 
             raise RelpropError(msg)
 
 
-def targets(target: Any, output: Sequence[int]) -> Tensor | None:
+def targets(target: Any, output: Sequence[int], what: str = "the model has {0} classes") -> Tensor | None:
     """The targets as a ``(B,)`` or ``(B, T)`` tensor; None for the predicted ones.
+
+    Args:
+        target: What the user asked for.
+        output: The shape of the output, classes second.
+        what: What it has so many of.
 
     Raises:
         RelpropError: If they do not fit the output.
@@ -174,7 +238,8 @@ def targets(target: Any, output: Sequence[int]) -> Tensor | None:
         raise RelpropError(msg)
     outside = tensor[(tensor < 0) | (tensor >= classes)]
     if outside.numel():
-        msg = f"The target {int(outside[0])} is out of range; the model has {classes} classes, 0 to {classes - 1}."
+        have = what.format(classes)
+        msg = f"The target {int(outside[0])} is out of range; {have}, 0 to {classes - 1}."
         raise RelpropError(msg)
     return tensor
 
@@ -201,23 +266,34 @@ def layers(names: Sequence[str], graph: Graph) -> list[Call]:
     return wanted
 
 
-def start(value: Any, target: Tensor | None, output: Sequence[int]) -> Beginning:
+def start(value: Any, target: Tensor | None, output: Sequence[int], layer: str | None = None) -> Beginning:
     """How the sweep begins: with one at each target, scaled afterwards, so that tiny probabilities do not underflow.
+
+    Args:
+        value: What the user asked for; None for the class' probability, or the values of a hidden layer.
+        target: The targets.
+        output: The shape of the output.
+        layer: The hidden layer at which it begins, if any.
 
     Raises:
         RelpropError: If the start is unknown, or does not fit the target.
     """
+    hidden = layer is not None
     kinds: dict[str, Callable[[Tensor], Tensor]] = {
-        "probability": lambda y: y.double().softmax(1),
-        "logit": lambda y: y.double(),
+        "value" if hidden else "logit": lambda y: y.double(),
         "one": lambda y: torch.ones_like(y).double(),
     }
+    if not hidden:
+        kinds = {"probability": lambda y: y.double().softmax(1), **kinds}
+    if value is None:
+        value = next(iter(kinds))
     if isinstance(value, str) and value in kinds:
         if len(output) > 2:
-            return lambda y, t: _at_pixels(t, y, kinds[value](y))
+            return lambda y, t: _at_places(t, y, kinds[value](y), everywhere=hidden)
         return lambda y, t: _at(t, y, kinds[value](y).gather(1, t if t.ndim == 2 else t[:, None]).T)
     if not isinstance(value, Tensor):
-        msg = f"The start {_brief(value)} is unknown; pass 'probability', 'logit', 'one' or a tensor."
+        there = f" at {layer!r}, which has no classes" if hidden and value in ("probability", "logit") else ""
+        msg = f"The start {_brief(value)} is unknown{there}; pass {', '.join(map(repr, kinds))} or a tensor."
         raise RelpropError(msg)
     if not torch.isfinite(value).all():
         msg = "The start has NaN or infinite values; clean it."
@@ -230,7 +306,7 @@ def start(value: Any, target: Tensor | None, output: Sequence[int]) -> Beginning
         return lambda y, _: _everywhere(value.to(y.device).double(), y)
     fitting = f"{shape}" if target is not None else f"{shape} or, for a start at every class, {tuple(output)}"
     if len(output) > 2:
-        fitting = f"{tuple(output)}, with no target, for a model whose output is a map"
+        fitting = f"{tuple(output)}, with no target, for an output with more than one place"
     msg = f"The start has shape {tuple(value.shape)}; it has to be {fitting}."
     raise RelpropError(msg)
 
@@ -255,12 +331,12 @@ def predicted(output: Tensor) -> Tensor:
     return best if best.ndim == 1 else best.flatten(1).mode(1).values
 
 
-def _at_pixels(target: Tensor, output: Tensor, amounts: Tensor) -> tuple[Tensor, Tensor]:
-    """The amounts of each target at the pixels that are predicted to be of its class, at all if none is."""
+def _at_places(target: Tensor, output: Tensor, amounts: Tensor, *, everywhere: bool) -> tuple[Tensor, Tensor]:
+    """The amounts of each target at all places, or at the pixels predicted to be of its class, at all if none is."""
     starts, units = [], []
     for classes in target.T if target.ndim == 2 else target[None]:
         here = output.argmax(1) == classes.reshape(-1, *[1] * (output.ndim - 2))
-        none = ~here.flatten(1).any(1)
+        none = ~here.flatten(1).any(1) | everywhere
         here = here | none.reshape(-1, *[1] * (here.ndim - 1))
         start = torch.zeros_like(amounts)
         rows = torch.arange(len(output), device=output.device)

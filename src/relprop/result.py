@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from relprop.errors import RelpropError
+from relprop.forms import mapped
 from relprop.heatmap import Edges, Picture, heat_quantization, save_png
 from relprop.ledger import Ledger
 
@@ -40,16 +41,17 @@ class Explanation:
     """What `explain` returns, for a batch of B samples with one target each, or with T.
 
     Attributes:
-        relevance: like the input, (B, C, *spatial) or (B, features); with T targets (B, T, C, *spatial).
+        relevance: like the input, (B, C, *spatial) or (B, features); with T targets (B, T, C, *spatial). For a tuple or
+            a dict of inputs, a tuple or a dict of such tensors.
         target: the explained classes, (B,) or (B, T).
         start: the relevance that each target started with, shaped like ``target``.
-        output: the model's own output, (B, classes).
+        output: the model's own output, (B, classes), or that of the layer that relevance started at.
         ledger: where the relevance went, node by node.
         layers: relevance arriving at a module's input, by qualified name and call.
         settings: how it was made, in JSON types.
     """
 
-    relevance: Tensor
+    relevance: Any
     target: Tensor
     start: Tensor
     output: Tensor
@@ -59,35 +61,39 @@ class Explanation:
 
     def __post_init__(self) -> None:
         batch = self.target.shape
-        fits = self.relevance.dim() > len(batch) and self.relevance.shape[: len(batch)] == batch
+        shapes: list[tuple[int, ...]] = []
+        mapped(self.relevance, lambda _, r: shapes.append(tuple(r.shape)))
+        single = isinstance(self.relevance, Tensor)
+        fits = shapes and all(shape[: len(batch)] == batch and len(shape) >= len(batch) + single for shape in shapes)
         if len(batch) not in (1, 2) or not fits or self.start.shape != batch or self.output.shape[:1] != batch[:1]:
             raise RelpropError(
                 f"An explanation of targets {tuple(batch)} needs relevance {(*batch, '...')}, start {tuple(batch)} and "
-                f"output {(*batch[:1], '...')}, not {tuple(self.relevance.shape)}, {tuple(self.start.shape)} and "
+                f"output {(*batch[:1], '...')}, not {', '.join(map(str, shapes))}, {tuple(self.start.shape)} and "
                 f"{tuple(self.output.shape)}."
             )
 
     def __repr__(self) -> str:
         layers = ", ".join(_call(*key) for key in self.layers) or "none"
+        shapes = mapped(self.relevance, lambda _, r: tuple(r.shape))
         return (
-            f"Explanation(relevance {tuple(self.relevance.shape)}, target {self.target.tolist()}, "
+            f"Explanation(relevance {shapes}, target {self.target.tolist()}, "
             f"error {float(self.ledger.error.max()):.1e}, layers {layers})"
         )
 
     @property
-    def heatmap(self) -> Tensor:
+    def heatmap(self) -> Any:
         """Relevance summed over the channels, (B, *spatial) or (B, T, *spatial); features have none and stay as are."""
         channels = self.target.dim()
-        return self.relevance.sum(channels) if self.relevance.dim() > channels + 1 else self.relevance
+        return mapped(self.relevance, lambda _, r: r.sum(channels) if r.dim() > channels + 1 else r)
 
-    def quantized(self, levels: int = 8, edges: Edges = "paper") -> Tensor:
+    def quantized(self, levels: int = 8, edges: Edges = "paper") -> Any:
         """Heat Quantization of each heatmap, as in `relprop.heat_quantization`.
 
         Raises:
             RelpropError: ``levels`` or ``edges`` is not one that there is.
         """
-        heatmap = self.heatmap
-        return heat_quantization(heatmap, levels, edges, dims=heatmap.dim() - self.target.dim())
+        before = self.target.dim()
+        return mapped(self.heatmap, lambda _, map_: heat_quantization(map_, levels, edges, dims=map_.dim() - before))
 
     def relevance_at(self, name: str, call: int = 0) -> Tensor:
         """The relevance that arrived at a module's input.
@@ -119,7 +125,8 @@ class Explanation:
         ``relevance.npy``, ``target.npy``, ``start.npy``, ``output.npy``, one ``layer-000-NAME.npy`` for each kept
         layer, ``heatmap-000.png`` and ``heatmap-000-quantized.png`` for each sample (``heatmap-000-t00.png`` for each
         of several targets), ``overlay-000.png`` where there are images, and ``manifest.json`` with settings, ledger
-        and the SHA-256 of every file. Maps of volumes have no picture.
+        and the SHA-256 of every file. Maps of volumes have no picture, nor have those of several inputs, whose
+        relevance is in one ``relevance-NAME.npy`` each.
 
         An earlier save in the same folder is replaced; files that are not from `save` are left alone.
 
@@ -174,7 +181,8 @@ class Explanation:
                 for entry in manifest["arrays"]
                 if "layer" in entry
             }
-            arrays = {name: tensors[f"{name}.npy"] for name in _ARRAYS}
+            arrays = {name: tensors[f"{name}.npy"] for name in _ARRAYS if name != "relevance"}
+            arrays["relevance"] = _filled(manifest.get("relevance", "relevance.npy"), tensors)
             ledger = Ledger.from_dict(manifest["ledger"])
             return cls(**arrays, ledger=ledger, layers=layers, settings=manifest["settings"])
         except RelpropError:
@@ -184,7 +192,9 @@ class Explanation:
 
     def _arrays(self) -> Iterator[tuple[dict[str, Any], Tensor]]:
         """Every tensor, with its entry in the manifest."""
-        named: list[tuple[dict[str, Any], Tensor]] = [({"file": f"{n}.npy"}, getattr(self, n)) for n in _ARRAYS]
+        named: list[tuple[dict[str, Any], Tensor]] = []
+        mapped(self.relevance, lambda name, r: named.append(({"file": _relevance_file(name)}, r)))
+        named += [({"file": f"{n}.npy"}, getattr(self, n)) for n in _ARRAYS if n != "relevance"]
         for index, ((name, call), tensor) in enumerate(self.layers.items()):
             # The name is there for people; the index keeps files apart whose names differ in what is replaced.
             readable = re.sub(r"[^A-Za-z0-9_.-]", "_", name)[:100]
@@ -202,9 +212,10 @@ class Explanation:
 
     def _write_pictures(self, folder: Path, images: Images | None, quantize: bool, colorbar: bool) -> Iterator[str]:
         heatmap, batch = self.heatmap, self.target.dim()
-        if heatmap.dim() - batch > 2:
+        if not isinstance(heatmap, Tensor) or heatmap.dim() - batch > 2:
             if images is not None:
-                raise RelpropError("Maps of volumes cannot be laid over images; save without images.")
+                what = "volumes" if isinstance(heatmap, Tensor) else "several inputs"
+                raise RelpropError(f"Maps of {what} cannot be laid over images; save without images.")
             return
         quantized = self.quantized() if quantize else None
         for index in np.ndindex(*self.target.shape):
@@ -222,6 +233,7 @@ class Explanation:
             "relprop": _relprop_version(),
             "torch": str(torch.__version__),
             "settings": dict(self.settings),
+            "relevance": mapped(self.relevance, lambda name, _: _relevance_file(name)),
             "arrays": [entry for entry, _ in self._arrays()],
             "ledger": self.ledger.to_dict(),
             "files": {name: hashlib.sha256((folder / name).read_bytes()).hexdigest() for name in names},
@@ -232,6 +244,19 @@ class Explanation:
         except (TypeError, ValueError) as error:
             raise RelpropError(f"The manifest takes finite numbers and JSON types only: {error}.") from error
         return "{\n" + ",\n".join(lines) + "\n}\n"
+
+
+def _relevance_file(name: str) -> str:
+    return f"relevance-{re.sub(r'[^A-Za-z0-9_.-]', '_', name)}.npy" if name else "relevance.npy"
+
+
+def _filled(files: Any, tensors: Mapping[str, Tensor]) -> Any:
+    """The arrays of several inputs in their form, which the manifest tells."""
+    if isinstance(files, Mapping):
+        return {key: _filled(file, tensors) for key, file in files.items()}
+    if isinstance(files, list):
+        return tuple(_filled(file, tensors) for file in files)
+    return None if files is None else tensors[files]
 
 
 def _call(name: str, call: int) -> str:

@@ -231,6 +231,15 @@ def _setitem(x: Ref, index: Any, value: Any) -> Operator:
     return Moved("setitem", tuple(inputs), bound(assigned, (x, index, value), {}), sources)
 
 
+def _scatter(function: Callable[..., Tensor], x: Ref, src: Any, *args: Any, **kwargs: Any) -> Operator:
+    inputs = tuple(refs(((x, src, *args), kwargs)))
+    return Moved(function.__name__, inputs, bound(function, (x, src, *args), kwargs), tuple(range(len(inputs))))
+
+
+for _name in ("select_scatter", "slice_scatter"):
+    register(getattr(torch, _name), _name)(partial(_scatter, getattr(torch, _name)))
+
+
 def _several(function: Callable[..., Sequence[Tensor]], *args: Any, **kwargs: Any) -> Operator:
     inputs, call = tuple(refs((args, kwargs))), bound(function, args, kwargs)
     label = function.__name__

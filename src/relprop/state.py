@@ -101,8 +101,10 @@ def _is_dense(tensor: Tensor) -> bool:
 def _memory(tensor: Tensor) -> Tensor:
     """The bits of a dense tensor, as they lie in memory: a view of whole numbers, the longest that fit."""
     flat = tensor.as_strided((tensor.numel(),), (1,))
-    pairs = flat.element_size() == 8 or (len(flat) % 2 == 0 and flat.storage_offset() % 2 == 0)
-    return flat.view(torch.int64 if pairs else torch.int32)
+    size = flat.element_size()
+    words = (torch.int64, torch.int32, torch.int16, torch.int8)
+    fits = (w for w in words if len(flat) * size % w.itemsize == 0 and flat.storage_offset() * size % w.itemsize == 0)
+    return flat.view(next(w for w in fits if w.itemsize >= size or size % w.itemsize == 0))
 
 
 def _sample(bits: Tensor, count: int = 32) -> Tensor:

@@ -81,22 +81,24 @@ class Sweep:
         activating = {i: j for i in self._in_place if (j := self._activates(i)) is not None}
         self._activating, self._activated = frozenset(activating), frozenset(activating.values())
         self._spare = frozenset(j for i in self._weighing for j in graph.nodes[i].inputs if self._is_fresh(j))
-        self._leads: dict[tuple[int, ...], tuple[int | None, ...]] = {}
+        self._leads: dict[tuple[tuple[int, ...], ...], tuple[int | None, ...]] = {}
 
     # -- forward --
 
-    def forward(self, x: Tensor) -> Record:
+    def forward(self, *xs: Tensor) -> Record:
         """Computes the output, and keeps what the way back needs.
 
         Args:
-            x: The input, with a batch axis; it is never written to.
+            *xs: The inputs, with a batch axis; they are never written to.
         """
         graph = self.plan.graph
         # Convolutions are fastest with channels last, and everything after them follows.
-        values: dict[int, Any] = {0: x.contiguous(memory_format=torch.channels_last) if x.ndim == 4 else x}
-        shapes: list[tuple[int, ...]] = [tuple(x.shape)]
+        values: dict[int, Any] = {
+            i: x.contiguous(memory_format=torch.channels_last) if x.ndim == 4 else x for i, x in enumerate(xs)
+        }
+        shapes: list[tuple[int, ...]] = [tuple(x.shape) for x in xs]
         waiting = [len(c) for c in self._consumers]
-        for i, node in enumerate(graph.nodes[1:], start=1):
+        for i, node in enumerate(graph.nodes[graph.inputs :], start=graph.inputs):
             inputs = [values[j] for j in node.inputs]
             values[i] = self._value(i, node, inputs)
             shapes.append(tuple(values[i].shape) if isinstance(values[i], Tensor) else ())
@@ -106,15 +108,16 @@ class Sweep:
                     del values[j]
         return Record(values[len(graph) - 1], shapes, {i: v for i, v in values.items() if i in self._kept})
 
-    def shapes(self, x: Tensor) -> tuple[tuple[int, ...], ...]:
+    def shapes(self, *xs: Tensor) -> tuple[tuple[int, ...], ...]:
         """Works out the shape of every node's value without computing any.
 
         Raises:
             RelpropError: If a node cannot take what comes in, or the output is not ``(batch, classes)``.
         """
-        values: list[Any] = [torch.empty(x.shape, dtype=x.dtype, device="meta")]
-        leads: list[int | None] = [samples.APART]
-        for i, node in enumerate(self.plan.graph.nodes[1:], start=1):
+        x, first = xs[0], self.plan.graph.inputs
+        values: list[Any] = [torch.empty(v.shape, dtype=v.dtype, device="meta") for v in xs]
+        leads: list[int | None] = [samples.APART] * first
+        for i, node in enumerate(self.plan.graph.nodes[first:], start=first):
             inputs = [values[j] for j in node.inputs]
             _check_shape(node, inputs[0] if inputs else None, x)
             try:
@@ -140,11 +143,12 @@ class Sweep:
             if isinstance(treatment, Pooling) and isinstance(node.operator, MaxPool):
                 treatment.check(node.name, node.operator, inputs[0].shape, values[i].shape)
         shapes = tuple(tuple(v.shape) if isinstance(v, Tensor) else () for v in values)
-        self._leads[tuple(x.shape)] = tuple(leads)
-        if len(shapes[-1]) < 2:
+        self._leads[shapes[:first]] = tuple(leads)
+        if len(shapes[-1]) < 2 or shapes[-1][0] != len(x) or leads[-1] != samples.APART:
+            what = "The model's output" if self.plan.layer is None else f"The output of {self.plan.layer}"
             msg = (
-                f"The model's output has shape {shapes[-1]}; relprop explains outputs of shape (batch, classes), or "
-                "(batch, classes, height, width) and the like."
+                f"{what} has shape {shapes[-1]} for a batch of {len(x)}; relprop explains outputs of shape (batch, "
+                "classes), or (batch, classes, height, width) and the like."
             )
             raise RelpropError(msg)
         return shapes
@@ -267,8 +271,8 @@ class Sweep:
         layers: Sequence[Call] = (),
         several: bool = False,
         strict: bool = False,
-    ) -> tuple[Tensor, dict[Call, Tensor], Ledger]:
-        """Hands relevance from the output to the input.
+    ) -> tuple[list[Tensor], dict[Call, Tensor], Ledger]:
+        """Hands relevance from the output to the inputs.
 
         Args:
             record: What the forward pass left; used up on the way.
@@ -279,13 +283,14 @@ class Sweep:
             strict: Whether to stop at a leak that no cause explains.
 
         Returns:
-            Relevance of the input and of the layers' inputs, ``(T, B, ...)``, not scaled; and the ledger.
+            Relevance of the inputs and of the layers' inputs, ``(T, B, ...)``, not scaled; and the ledger.
         """
         graph = self.plan.graph
         calls = graph.calls
         batch = record.shapes[0][0]
-        leads = self._leads.get(record.shapes[0], (samples.APART,) * len(graph))
-        ledger = Ledger(tuple(n.name for n in graph), calls, total(start), scale, several, TOLERANCE[start.dtype])
+        leads = self._leads.get(tuple(record.shapes[: graph.inputs]), (samples.APART,) * len(graph))
+        names, tolerance = tuple(n.name for n in graph), TOLERANCE[start.dtype]
+        ledger = Ledger(names, calls, total(start), scale, several, tolerance, graph.inputs)
         signed = not self.plan.keeps_sign or bool((start < 0).any())
         crossing = {
             call: frozenset((i, j) for i in calls[call] for j in graph.nodes[i].inputs if j not in calls[call])
@@ -293,7 +298,7 @@ class Sweep:
         }
         caught: dict[Call, Tensor] = {}
         arrived = {len(graph) - 1: _Flow(start, signed, leads[-1], batch)}
-        for i in range(len(graph) - 1, 0, -1):
+        for i in range(len(graph) - 1, graph.inputs - 1, -1):
             flow = arrived.pop(i, None)
             if flow is None:
                 continue
@@ -320,8 +325,11 @@ class Sweep:
             if call not in caught:  # a branch that gets nothing
                 shape = record.shapes[min(j for _, j in edges)]
                 caught[call] = start.new_zeros((len(start), *shape))
-        result = arrived[0].relevance if 0 in arrived else start.new_zeros((start.shape[0], *record.shapes[0]))
-        return result, caught, ledger
+        results = [
+            arrived[i].relevance if i in arrived else start.new_zeros((len(start), *record.shapes[i]))
+            for i in range(graph.inputs)
+        ]
+        return results, caught, ledger
 
     def _hand(self, i: int, flow: _Flow, record: Record, leads: Sequence[int | None]) -> Handed:
         """Lets a node's treatment hand its relevance on; where there is none, it passes."""

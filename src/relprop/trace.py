@@ -12,32 +12,52 @@ import operator
 import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 
-from relprop import activations, attention, gates, norms, operators, recurrent, shapes, upsampling, vocabulary
+from relprop import (
+    activations,
+    attention,
+    embeddings,
+    forms,
+    gates,
+    hooks,
+    norms,
+    operators,
+    recurrent,
+    shapes,
+    upsampling,
+    vocabulary,
+)
 from relprop.blocks import annotated
 from relprop.errors import RelpropError
+from relprop.forms import Form
 from relprop.graph import Call, Graph, Node
 from relprop.operators import ARITHMETIC, SHAPES, Elementwise, Operator, Ref, Sum
 from relprop.state import undisturbed
 
-FAMILIES = (vocabulary, activations, shapes, gates, norms, attention, recurrent, upsampling)
+FAMILIES = (vocabulary, activations, shapes, gates, norms, attention, recurrent, upsampling, embeddings)
 """The rooms that register operators: all of torch's words that are known."""
 
 TRACING = threading.RLock()
 """fx traces one model at a time in a process."""
 
 
-def trace(model: nn.Module, x: Tensor | None = None) -> Graph:
-    """Traces a model of one input.
+def trace(
+    model: nn.Module, form: Form | None = None, tensors: Sequence[Tensor] | None = None, *, hooked: bool = False
+) -> Graph:
+    """Traces a model.
 
     Args:
         model: The model, in evaluation mode.
-        x: An input, for code that cannot be traced without knowing shapes; the graph is then good for its shape only.
+        form: How it is called; with one tensor, if not told.
+        tensors: Inputs, for code that cannot be traced without knowing shapes; the graph is then good for theirs only.
+        hooked: Whether the user's hooks on its modules are part of it.
 
     Returns:
         Its graph.
@@ -45,16 +65,14 @@ def trace(model: nn.Module, x: Tensor | None = None) -> Graph:
     Raises:
         RelpropError: If its code cannot be traced.
     """
-    tracer = Tracer() if x is None else ShapedTracer(model, x)
-    defaults = {
-        name: p.default
-        for name, p in list(inspect.signature(model.forward).parameters.items())[1:]
-        if p.default is not inspect.Parameter.empty
-    }
+    form = form or forms.plain(model)
+    tracer = Tracer(form, hooked) if tensors is None else ShapedTracer(form, hooked, model, tensors)
     # Tracing runs the model's own code, which may store what it computes on the model, or draw at random.
     with TRACING, undisturbed(model):
         try:
-            recorded = tracer.trace(model, concrete_args=defaults or None)
+            recorded = tracer.trace(model)
+        except RelpropError:
+            raise
         except Exception as error:
             reason = str(error).strip().split("\n")[0].rstrip(".")
             msg = (
@@ -62,15 +80,33 @@ def trace(model: nn.Module, x: Tensor | None = None) -> Graph:
                 "code that branches on values, or builds modules as it runs, has to move out of forward."
             )
             raise TraceError(msg) from error
-        nodes = _nodes(model, recorded, tracer)
-    return Graph(tuple(annotated(_flat_sums(nodes))), None if x is None else tuple(x.shape))
+        return made(model, Recording(recorded, tracer.around, tracer.kinds, {}, {}), form, tensors)
 
 
-def answer(returned: Any) -> Any:
-    """What is explained of what a model returns: of a dict, its ``out`` or ``logits``; all else as it is."""
-    if isinstance(returned, Mapping):
-        return next((returned[name] for name in ("out", "logits") if name in returned), returned)
-    return returned
+@dataclass
+class Recording:
+    """What a tracer has written down.
+
+    Attributes:
+        graph: The calls, in torch.fx' own form.
+        around: For each of them, the calls of modules that it stands in.
+        kinds: The types of those modules.
+        constants: Values of placeholders that are no inputs.
+        names: Names of calls that are all that a module does.
+    """
+
+    graph: fx.Graph
+    around: Mapping[fx.Node, tuple[Call, ...]]
+    kinds: Mapping[str, type[nn.Module]]
+    constants: Mapping[fx.Node, Any]
+    names: Mapping[fx.Node, str]
+
+
+def made(model: nn.Module, recording: Recording, form: Form, tensors: Sequence[Tensor] | None) -> Graph:
+    """The graph of what was recorded of a model, for inputs shaped like these if there are any."""
+    nodes = _flat_sums(_nodes(model, recording, form))
+    shape = None if tensors is None else tuple(tuple(x.shape) for x in tensors)
+    return Graph(tuple(annotated(nodes)), shape, len(form.names))
 
 
 class TraceError(RelpropError):
@@ -101,9 +137,11 @@ class _Proxy(fx.Proxy):
 class Tracer(fx.Tracer):
     """Records, with each node, the calls of modules around it and its line; leaves other threads alone."""
 
-    def __init__(self) -> None:
+    def __init__(self, form: Form | None = None, hooked: bool = False) -> None:
         super().__init__(autowrap_modules=())  # type: ignore[arg-type] # a tuple of none is one, too
         self.record_stack_traces = True
+        self._form, self._hooked = form, hooked
+        self._preparing = False
         self.around: dict[fx.Node, tuple[Call, ...]] = {}
         self._stack: tuple[Call, ...] = ()
         self._counts: dict[str, int] = {}
@@ -112,23 +150,43 @@ class Tracer(fx.Tracer):
         # its business.
         self._thread = threading.get_ident()
 
+    def create_args_for_root(self, root_fn: Any, is_module: bool, concrete_args: Any = None) -> Any:  # noqa: ARG002 - fx's
+        """Calls the model in its form, with symbols for the tensors, and takes what is meant of what it returns."""
+        root = self.root
+        form = self._form or forms.plain(root)
+        symbols = [self.create_proxy("placeholder", name, (), {}) for name in form.names]
+
+        def run(*values: Any) -> Any:
+            return form.answer(form.call(partial(hooks.call, root, root.forward, hooked=self._hooked), values))
+
+        return run, symbols
+
     def call_module(
         self, m: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         if threading.get_ident() != self._thread:
             return forward(*args, **kwargs)
-        name = self.path_of_module(m)
+        m = getattr(m, "_orig_mod", m)  # what torch.compile has compiled
+        name = self.path_of_module(m).replace("._orig_mod", "")
         count = self._counts.get(name, 0)
         self._counts[name] = count + 1
         self.kinds[name] = type(m)
         outside = self._stack
         self._stack = (*outside, (name, count))
         try:
-            if type(m) in operators.REWRITES:
-                return operators.REWRITES[type(m)](m, *args, **kwargs)
-            return super().call_module(m, forward, args, kwargs)
+            self._preparing = True
+            hooks.prepare(m, args)
+            self._preparing = False
+
+            def inner(*args: Any, **kwargs: Any) -> Any:
+                if type(m) in operators.REWRITES:
+                    return operators.REWRITES[type(m)](m, *args, **kwargs)
+                return super(Tracer, self).call_module(m, m.forward, args, kwargs)
+
+            return hooks.call(m, inner, *args, hooked=self._hooked, **kwargs)
         finally:
             self._stack = outside
+            self._preparing = False
 
     def create_proxy(self, kind: str, target: Any, args: Any, kwargs: Any, *rest: Any, **options: Any) -> Any:
         if kind in ("call_function", "call_method") and target in operators.REWRITES:
@@ -136,7 +194,7 @@ class Tracer(fx.Tracer):
         return super().create_proxy(kind, target, args, kwargs, *rest, **options)
 
     def getattr(self, attr: str, attr_val: Any, parameter_proxy_cache: dict[str, fx.Proxy]) -> Any:
-        if threading.get_ident() != self._thread:
+        if self._preparing or threading.get_ident() != self._thread:
             return attr_val
         return super().getattr(attr, attr_val, parameter_proxy_cache)
 
@@ -158,7 +216,8 @@ class _ShapedProxy(_Proxy):
     def __getattr__(self, name: str) -> Any:
         tracer = self.tracer
         assert isinstance(tracer, ShapedTracer)
-        value = getattr(tracer.values[self.node] if name not in ("device", "is_meta", "is_cuda") else tracer.x, name)
+        value = tracer.values[self.node] if name not in ("device", "is_meta", "is_cuda") else tracer.tensors[0]
+        value = getattr(value, name)
         if isinstance(value, Tensor):
             return tracer.create_proxy("call_function", getattr, (self, name), {})
         return fx.proxy.Attribute(self, name) if callable(value) and not isinstance(value, type) else value
@@ -183,10 +242,10 @@ class _ShapedProxy(_Proxy):
 class ShapedTracer(Tracer):
     """Computes as it records, so that every size is known; looks into functions that were wrapped to hide them."""
 
-    def __init__(self, model: nn.Module, x: Tensor) -> None:
-        super().__init__()
+    def __init__(self, form: Form, hooked: bool, model: nn.Module, tensors: Sequence[Tensor]) -> None:
+        super().__init__(form, hooked)
         self.values: dict[fx.Node, Any] = {}
-        self._model, self.x = model, x
+        self._model, self.tensors = model, tensors
         self._computing = False
 
     def proxy(self, node: fx.Node) -> fx.Proxy:
@@ -223,8 +282,8 @@ class ShapedTracer(Tracer):
     def _computed(self, n: fx.Node) -> Any:
         """The value of a node, without contents: code that branches on more than shapes finds nothing to look at."""
         if n.op == "placeholder":
-            first = all(k.op != "placeholder" for k in self.values)
-            return torch.empty_like(self.x, device="meta") if first else None
+            before = sum(k.op == "placeholder" for k in self.values)
+            return torch.empty_like(self.tensors[before], device="meta")
         if n.op == "get_attr":
             value = _attribute(self._model, str(n.target))
             return value.to("meta") if isinstance(value, Tensor) else value
@@ -266,26 +325,9 @@ def is_wrapped(target: Any) -> bool:
 # -- from fx to nodes --
 
 
-def _nodes(model: nn.Module, recorded: fx.Graph, tracer: Tracer) -> list[Node]:
-    """Turns what fx recorded into nodes: constants evaluated, in-place operations made safe, dead code left out."""
-    # fx asserts that arguments with defaults keep them; what only serves that is left out.
-    asserts: set[fx.Node] = set()
-    for n in reversed(recorded.nodes):
-        if getattr(n.target, "__name__", "").startswith("_assert") or (n.users and n.users.keys() <= asserts):
-            asserts.add(n)
-    inputs = [n for n in recorded.nodes if n.op == "placeholder" and n not in asserts and n.users]
-    result = next(n for n in recorded.nodes if n.op == "output").args[0]
-    if len(inputs) > 1:
-        msg = f"{type(model).__name__} takes {len(inputs)} inputs; relprop explains models of one tensor."
-        raise RelpropError(msg)
-    result = answer(result)
-    if not isinstance(result, fx.Node):
-        msg = (
-            f"{type(model).__name__} returns a {type(result).__name__}; relprop explains models that return one "
-            "tensor (batch, classes), or name it 'out' or 'logits' in a dict."
-        )
-        raise RelpropError(msg)
-
+def _nodes(model: nn.Module, recording: Recording, form: Form) -> list[Node]:
+    """Turns what was recorded into nodes: constants evaluated, in-place operations made safe, dead code left out."""
+    result = next(n for n in recording.graph.nodes if n.op == "output").args[0]
     nodes: list[Node] = []
     value: dict[fx.Node, Any] = {}  # what stands for an fx node now: a Ref, or a constant
     names: dict[str, int] = {}
@@ -293,16 +335,21 @@ def _nodes(model: nn.Module, recorded: fx.Graph, tracer: Tracer) -> list[Node]:
     def add(name: str, operation: Operator, n: fx.Node) -> Ref:
         count = names.get(name, 0)
         names[name] = count + 1
-        calls = tracer.around.get(n, ())
-        kinds = tuple(tracer.kinds[call] for call, _ in calls)
+        calls = recording.around.get(n, ())
+        kinds = tuple(recording.kinds[call] for call, _ in calls)
         nodes.append(Node(f"{name}#{count}" if count else name, operation, kinds, calls, _source(n)))
         return Ref(len(nodes) - 1)
 
-    for n in recorded.nodes:
-        if n.op == "output" or n in asserts:
+    labels = iter(form.names)
+    for n in recording.graph.nodes:
+        if n.op == "output":
+            continue
+        if n in recording.constants:
+            value[n] = recording.constants[n]
             continue
         if n.op == "placeholder":
-            value[n] = add("input", Operator("input", ()), n) if n in inputs else None
+            label = next(labels)
+            value[n] = add("input" if len(form.names) == 1 else f"input.{label}", Operator("input", ()), n)
             continue
         if n.op == "get_attr":
             value[n] = _attribute(model, str(n.target))
@@ -316,15 +363,19 @@ def _nodes(model: nn.Module, recorded: fx.Graph, tracer: Tracer) -> list[Node]:
             value[n] = _evaluate(n, module, args, kwargs)
             continue
         operation = _operator(target, module, args, kwargs, n, nodes)
-        owner = next((call[0] for call in reversed(tracer.around.get(n, ()))), "")
-        name = str(n.target) if module is not None else f"{owner}.{operation.label}".lstrip(".")
-        value[n] = add(name, operation, n)
+        # One of the things that a call returns belongs where that call was made.
+        of_several = target is operator.getitem and isinstance(nodes[refs[0].node].operator, operators.Several)
+        home = n.all_input_nodes[0] if of_several else n
+        owner = next((call[0] for call in reversed(recording.around.get(home, ()))), "")
+        own = str(n.target).replace("._orig_mod", "") if module is not None else recording.names.get(n)
+        name = own or f"{owner}.{operation.label}".lstrip(".")
+        value[n] = add(name, operation, home)
         written = mutated(n, module)
         if written is not None and isinstance(value[written], Ref) and type(operation) is not operators.Scalar:
             # Whoever reads that tensor from here on reads the new value: the one name stands for the other.
             aliases = _aliases(nodes, value[written])
             value.update({key: value[n] for key, old in value.items() if isinstance(old, Ref) and old in aliases})
-    return _reachable(nodes, value[result])
+    return _reachable(nodes, value.get(result) if isinstance(result, fx.Node) else None, len(form.names))
 
 
 def _operator(
@@ -343,7 +394,7 @@ def _operator(
     plain = all(numbers) and not any(isinstance(op, operators.Constant) for op in known)
     if target in SHAPES or (plain and target in ARITHMETIC):
         return operators.Scalar("shape", tuple(inputs), call)
-    label = target if isinstance(target, str) else getattr(target, "__name__", str(target))
+    label = target if isinstance(target, str) else getattr(target, "__name__", str(target)).partition(".")[0]
     if all(numbers) or target in operators.EMPTY:
         return operators.Constant(label.strip("_"), tuple(inputs), call)
     if "input" in kwargs:  # torch's own name for the first argument
@@ -426,21 +477,25 @@ def _source(n: fx.Node) -> str:
     return f"{Path(file).name}:{line}: {text}".rstrip(": ")
 
 
-_NOT_THE_MODEL = (f"{Path(torch.__file__).parent}{os.sep}", __file__)
+_OURS = (Path(__file__).with_name(f"{room}.py") for room in ("trace", "hooks", "forms", "export"))
+_NOT_THE_MODEL = (f"{Path(torch.__file__).parent}{os.sep}", *map(str, _OURS))
 
 
-def _reachable(nodes: Sequence[Node], output: Any) -> list[Node]:
-    """Leaves out what the output does not depend on."""
+def _reachable(nodes: Sequence[Node], output: Any, inputs: int) -> list[Node]:
+    """Leaves out what the output does not depend on, but inputs."""
     if not isinstance(output, Ref):
         msg = "The model's output does not depend on its input, so there is nothing to explain."
         raise RelpropError(msg)
+    if output.node < inputs:  # a model that returns an input, which need not be the last one
+        nodes = [*nodes, replace(nodes[output.node], name="output", operator=vocabulary.identity(output))]
+        output = Ref(len(nodes) - 1)
     needed = {output.node}
     for i in range(output.node, -1, -1):
         if i in needed:
             needed.update(nodes[i].inputs)
-    if 0 not in needed:
-        return _reachable(nodes, None)
-    return _renumbered(nodes, sorted(needed))
+    if needed.isdisjoint(range(inputs)):
+        return _reachable(nodes, None, inputs)
+    return _renumbered(nodes, sorted({*needed, *range(inputs)}))
 
 
 def _renumbered(nodes: Sequence[Node], kept: Sequence[int]) -> list[Node]:

@@ -250,6 +250,11 @@ def _identity(*args: Any, **_: Any) -> Operator:
     return _same("identity", _ref(args))
 
 
+def identity(x: Ref) -> Operator:
+    """What returns just what it is given."""
+    return _same("identity", x)
+
+
 @register("clone", torch.clone)
 def _clone(x: Ref, **_: Any) -> Operator:
     return _same("clone", x, alias=False)

@@ -51,7 +51,7 @@ def _run(
     overrides: Mapping[Any, Any] | None = None,
     start: str = "probability",
 ) -> Tensor:
-    return explain(
+    relevance: Tensor = explain(
         model,
         x,
         target,
@@ -61,6 +61,7 @@ def _run(
         overrides=overrides,
         start=start,
     ).relevance
+    return relevance
 
 
 def _ablation(name: str, preset: str) -> Method:
