@@ -250,7 +250,7 @@ def _divide(
     else:
         dead = z.abs() <= threshold
         orphaned = r * dead
-        s = over(r, z.masked_fill_(dead, torch.inf))
+        s = over(r, z.masked_fill(dead, torch.inf))
     fan, unseen = linear.fans(shape)
     if unseen is not None:
         _note(absorbed, "padding", total(orphaned * unseen))

@@ -31,7 +31,10 @@ class State:
         self._facts = _facts(model)
         tensors = [t.detach() for m in model.modules() for t in _tensors(m) if t.is_floating_point() and t.numel()]
         dense = [_memory(t) for t in tensors if _is_dense(t)]
-        self._small = [bits.view(torch.int32) for bits in dense if len(bits) <= _SMALL]
+        self._small: dict[torch.dtype, list[Tensor]] = {}
+        for bits in dense:
+            if len(bits) <= _SMALL:
+                self._small.setdefault(bits.dtype, []).append(bits)
         self._large = [bits for bits in dense if len(bits) > _SMALL]
         self._others = [t for t in tensors if not _is_dense(t)]
         self._then = self._values()
@@ -43,7 +46,7 @@ class State:
     def _values(self) -> Tensor:
         memory = [*self._large, *(_memory(t.contiguous()) for t in self._others)]
         sums = [torch.stack([bits.sum() for bits in memory])] if memory else []
-        whole = [torch.cat(self._small).to(torch.int64)] if self._small else []
+        whole = [torch.cat(bits).to(torch.int64) for bits in self._small.values()]
         return torch.cat([*whole, *sums, *(_sample(bits) for bits in memory), torch.zeros(0, dtype=torch.int64)])
 
 

@@ -80,7 +80,12 @@ class Sweep:
         self._in_place = frozenset(i for i in range(len(graph)) if self._may_overwrite(i))
         activating = {i: j for i in self._in_place if (j := self._activates(i)) is not None}
         self._activating, self._activated = frozenset(activating), frozenset(activating.values())
-        self._spare = frozenset(j for i in self._weighing for j in graph.nodes[i].inputs if self._is_fresh(j))
+        self._spare = frozenset(
+            j
+            for i in self._weighing
+            for j in graph.nodes[i].inputs
+            if self._is_fresh(j) and not self._divides_output(j)
+        )
         self._leads: dict[tuple[tuple[int, ...], ...], tuple[int | None, ...]] = {}
 
     # -- forward --
