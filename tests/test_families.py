@@ -53,6 +53,14 @@ def assigned(_: Any, x: Tensor) -> Tensor:
     return y
 
 
+def hidden(x: Tensor, axes: int) -> tuple[Tensor, int]:
+    """What fx is told not to look into, for it branches on a shape; it returns two things."""
+    return (x.unsqueeze(-1) if x.dim() == axes else x), x.dim()
+
+
+torch.fx.wrap("hidden")
+
+
 def tokens(x: Tensor) -> Tensor:
     return x.flatten(2).transpose(1, 2)
 
@@ -88,6 +96,7 @@ MIDDLES: dict[str, tuple[Callable[[Any, Tensor], Tensor], dict[str, Callable[[],
     "pixel shuffle": (lambda _, x: F.pixel_shuffle(x, 2), {}),
     "unfold": (lambda _, x: F.fold(F.unfold(x, 3, padding=1), (6, 6), 3, padding=1), {}),
     "assignment": (assigned, {}),
+    "a hidden function": (lambda _, x: hidden(x, 4)[0].mean(-1), {}),
     "gate": (lambda m, x: x * m.gate(x.mean((2, 3), keepdim=True)).sigmoid(), {"gate": lambda: nn.Conv2d(4, 4, 1)}),
     "glu": (lambda _, x: F.glu(x, 1), {}),
     "product of equals": (
