@@ -105,8 +105,8 @@ def section() -> str:
         "models with random weights of seed 0, two inputs of noise, 224 x 224, float32. Written by "
         f"`make support`, with torch {version('torch')}, torchvision "
         f"{version('torchvision')}{_version('lxt')}{_version('transformers')}. LXT is conservative propagation through "
-        "gradients, with the rules of relprop's `epsilon`: the two agree. It knows torchvision's vision transformer, and "
-        "its imports need `transformers` below 5.",
+        "gradients, with the rules of relprop's `epsilon`: the two agree. It knows torchvision's vision transformer, "
+        "and its imports need `transformers` below 5.",
         "",
         "| model | method | sum at the input | magnitudes | named by the ledger | missing |",
         "|---|---|---|---|---|---|",
