@@ -193,7 +193,13 @@ def _halved(plan: Plan) -> int:
     count = 0
     for i in plan.reached:
         op, sizes = plan.graph.nodes[i].operator, [prod(plan.shapes[j]) for j in plan.graph.nodes[i].inputs]
-        signals = op.chosen(sizes) if isinstance(op, Product) else op.signals if isinstance(op, Matrices) else ()
+        signals = (
+            op.chosen(sizes, prod(plan.shapes[i]))
+            if isinstance(op, Product)
+            else op.signals
+            if isinstance(op, Matrices)
+            else ()
+        )
         count += len(signals) == 2
     return count
 

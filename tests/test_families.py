@@ -267,6 +267,7 @@ SIGNALS: dict[str, tuple[Callable[[Any, Tensor], Tensor], tuple[float, float]]] 
     "more so than a tanh": (lambda m, x: m.a(x).tanh() * m.b(x).sigmoid(), (1, 0)),
     "what was made of the other": (lambda m, x: gated(m, x.relu()), (1, 0)),
     "one number for many": (lambda m, x: m.a(x)[:, :1] * m.b(x).relu(), (0, 1)),
+    "numbers for many, both": (lambda m, x: m.a(x)[:, :1] * m.b(x)[:, :, :1], (0.5, 0.5)),
     "an activation beside none": (lambda m, x: m.a(x) * m.b(x).relu(), (1, 0)),
     "an activation before both": (halved, (0.5, 0.5)),
     "nothing tells": (lambda m, x: m.a(x) * m.b(x), (0.5, 0.5)),
