@@ -392,7 +392,6 @@ BAD: dict[str, tuple[str, str]] = {
     "model of torchvision": ("plan --model torchvision:nothing", "There is no model 'torchvision:nothing'"),
     "model of nobody": ("plan --model keras:resnet50", "There are no models keras:NAME"),
     "empty model": ("plan --model=", "There is no model ''"),
-    "model with another operator": ("plan --model torchvision:vit_b_16", "has no rule|cannot be traced"),
     "weights": ("explain PHOTO --weights imagenet2k", "There are no weights 'imagenet2k' for resnet50"),
     "weights of another model": (
         "explain PHOTO --model resnet18 --weights keras",
