@@ -274,6 +274,16 @@ def test_a_start_at_a_channel_adds_up(layer: str, preset: str) -> None:
     assert e.settings["start"] == "value"
 
 
+def test_a_plan_from_a_layer_ends_there() -> None:
+    model = seeded(Residual())
+    whole, part = relprop.plan(model, IMAGE, preset="mixture"), relprop.plan(model, preset="mixture", layer="block2")
+    rows = {row["node"]: row["treatment"] for row in whole.rows()}
+    assert part.rows()[-1]["node"] == "block2.2"
+    assert all(row["treatment"] == rows[row["node"]] for row in part.rows())  # as in the whole, not anew
+    with pytest.raises(relprop.RelpropError, match="no module 'fc'"):
+        relprop.explain(model, IMAGE, layer="block2", layers=["fc"])
+
+
 def test_a_start_at_the_last_layer_is_one_at_the_class() -> None:
     model = seeded(Residual())
     one, other = relprop.explain(model, IMAGE, 1, start="logit"), relprop.explain(model, IMAGE, 1, layer="fc")

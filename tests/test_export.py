@@ -144,6 +144,25 @@ def test_an_exported_operator_without_a_rule_is_named_with_its_line() -> None:
     assert relprop.explain(model, IMAGE, overrides={"erfinv": "pass"}, strict=True).relevance.shape == IMAGE.shape
 
 
+def test_an_exported_model_may_write_into_its_input_and_its_buffers() -> None:
+    class Writes(Untraceable):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("calls", torch.zeros(()))
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.calls += 1
+            x.mul_(2.0)
+            return super().forward(x)
+
+    model, x = seeded(Writes()), IMAGE.clone()
+    before = model.calls.clone()
+    e = relprop.explain(model, x, 1, strict=True)
+    assert torch.equal(x, IMAGE)
+    torch.testing.assert_close(e.output, seeded(Writes())(IMAGE.clone()).detach())
+    assert torch.equal(model.calls, before)
+
+
 def test_branches_on_values_are_refused_with_the_first_complaint() -> None:
     class Branches(nn.Module):
         def forward(self, x: Tensor) -> Tensor:

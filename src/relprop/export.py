@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 from torch._ops import OpOverload
+from torch.export.graph_signature import InputKind, OutputKind
 from torch.nn import functional as F
 
 from relprop import operators
@@ -64,7 +65,8 @@ def trace(model: nn.Module, form: Form, tensors: Sequence[Tensor], *, hooked: bo
     with TRACING, undisturbed(model), torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch remarks on its own ways here
         try:
-            program = torch.export.export(_Answer(model, form).eval(), tuple(tensors)).run_decompositions(steps)
+            program = torch.export.export(_Answer(model, form).eval(), tuple(tensors), strict=False)
+            program = program.run_decompositions(steps)
         except RelpropError:
             raise
         except Exception as error:
@@ -84,7 +86,7 @@ def _recording(model: nn.Module, program: torch.export.ExportedProgram) -> Recor
     constants: dict[fx.Node, Any] = {}
     places = [n for n in graph.nodes if n.op == "placeholder"]
     for n, spec in zip(places, program.graph_signature.input_specs, strict=True):
-        if spec.kind is not torch.export.graph_signature.InputKind.USER_INPUT:
+        if spec.kind is not InputKind.USER_INPUT:
             name = str(spec.target)
             constant = program.state_dict[name] if name in program.state_dict else program.constants[name]
             constants[n] = constant.detach() if isinstance(constant, Tensor) else constant
@@ -101,8 +103,10 @@ def _recording(model: nn.Module, program: torch.export.ExportedProgram) -> Recor
         if isinstance(n.target, OpOverload):
             target, n.args, n.kwargs = _spelled(n)
             n.op, n.target = "call_method" if isinstance(target, str) else "call_function", target
+    # Before what the model returns stand the new values of what it writes to: buffers, or its own input.
+    kinds_of_outputs = [spec.kind for spec in program.graph_signature.output_specs]
     output = next(n for n in graph.nodes if n.op == "output")
-    output.args = (output.args[0][0],)  # one of one
+    output.args = (output.args[0][kinds_of_outputs.index(OutputKind.USER_OUTPUT)],)
     return Recording(graph, around, kinds, constants, names)
 
 

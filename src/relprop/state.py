@@ -56,10 +56,15 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
     before = [(vars(m), dict(vars(m))) for m in model.modules()]
     # Parameters, buffers and modules are in dictionaries, and so is what some models remember of the last call.
     before += [(value, dict(value)) for m in model.modules() for value in vars(m).values() if isinstance(value, dict)]
+    buffers = [(b, _fact(b), b.detach().clone()) for b in model.buffers()]
     with torch.random.fork_rng(devices=[]):
         try:
             yield
         finally:
+            for buffer, fact, value in buffers:  # which a model may count its calls in
+                if _fact(buffer) != fact or (buffer.is_inference() and not torch.equal(buffer, value)):
+                    with torch.inference_mode(buffer.is_inference()):
+                        buffer.copy_(value)
             for now, then in before:
                 for name in now.keys() - then.keys():
                     del now[name]
