@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from relprop import concepts, export, forms, halves, hooks, operators, plans, requests
 from relprop.errors import RelpropError
 from relprop.forms import Form, Output
+from relprop.forward import Record
 from relprop.graph import Graph
 from relprop.ledger import Ledger
 from relprop.merges import Shares, Split
@@ -27,7 +28,7 @@ from relprop.plans import Override, Plan
 from relprop.result import Explanation
 from relprop.rules import Rule
 from relprop.state import State, undisturbed
-from relprop.sweep import Record, Sweep
+from relprop.sweep import Sweep
 from relprop.trace import TraceError, trace
 
 Tensors = tuple[Tensor, ...]
@@ -112,6 +113,7 @@ def explain(
     output: Output = None,
     layers: Sequence[str] = (),
     strict: bool = False,
+    recompute: bool = False,
 ) -> Explanation:
     """Explains a model's output for each input of a batch.
 
@@ -137,6 +139,8 @@ def explain(
             is alone, or called ``out`` or ``logits``.
         layers: Names of modules at whose inputs the relevance is to be kept, for ``relevance_at``.
         strict: Whether to raise at the first leak that no cause explains.
+        recompute: Whether to keep only some values between blocks and compute the others again on the way back: less
+            memory, for large images and networks over volumes, at the price of one more forward pass.
 
     Returns:
         The explanation.
@@ -155,7 +159,7 @@ def explain(
         targets = requests.targets(target, place.shape, place.what)
         wanted = requests.layers(layers, sweep.plan.graph)
         beginning = requests.start(start, targets, place.shape, layer)
-        record = sweep.forward(*xs)
+        record = sweep.forward(*xs, cuts=sweep.forward.cuts(shapes) if recompute else ())
         try:
             _verify(known, sweep, module, given, record)
         except _HooksMatter:
@@ -174,6 +178,7 @@ def explain(
                 output=output,
                 layers=layers,
                 strict=strict,
+                recompute=recompute,
             )
         answer = record.output.clone()  # a model may return its input, which is the user's
         seen = answer.movedim(place.axis, 1)
@@ -273,10 +278,10 @@ def _sweep(known: _Known, *request: Any) -> tuple[Any, Sweep]:
 def _shapes(known: _Known, key: Any, sweep: Sweep, xs: Tensors) -> tuple[tuple[int, ...], ...]:
     """The shape of every node's value, worked out without computing any, once for each shape of the input."""
     if key is None:
-        return sweep.shapes(*xs)
+        return sweep.forward.shapes(*xs)
     key = (key, *((x.shape, x.dtype) for x in xs))
     if key not in known.shapes:
-        known.shapes[key] = sweep.shapes(*xs)
+        known.shapes[key] = sweep.forward.shapes(*xs)
     return known.shapes[key]
 
 
@@ -324,7 +329,7 @@ def _verify(known: _Known, sweep: Sweep, module: nn.Module, given: Tensors, reco
         )
         raise RelpropError(msg)
     hidden = sweep.plan.layer is not None
-    key = (None if hidden else sweep.folded, *(x.shape for x in given))
+    key = (None if hidden else sweep.forward.folded, *(x.shape for x in given))
     hooked = hooks.names(module)
     if key in known.verified and not hooked:
         return
