@@ -29,6 +29,7 @@ pytest: $(STAMP) ## the tests alone; ARGS="-k ledger" to choose
 	$(BIN)/python -m pytest -q -n $(WORKERS) $(ARGS)
 
 support: $(STAMP) ## examine every model of the support matrix and write docs/support.md; takes most of an hour
+	$(BIN)/python -W ignore tests/sums.py
 	$(BIN)/python -W ignore tests/support.py $(ARGS)
 
 bench: $(STAMP) ## cost in forward passes, beside other libraries, and memory; ARGS=--quick for a smoke run

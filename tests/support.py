@@ -16,6 +16,7 @@ from multiprocessing import get_context
 from pathlib import Path
 from statistics import median
 
+import sums
 import torch
 from torch import Tensor, nn
 
@@ -192,20 +193,26 @@ def _halved(plan: Plan) -> int:
     count = 0
     for i in plan.reached:
         op, sizes = plan.graph.nodes[i].operator, [prod(plan.shapes[j]) for j in plan.graph.nodes[i].inputs]
-        signals = op.chosen(sizes) if isinstance(op, Product) else op.signals if isinstance(op, Matrices) else ()
+        signals = (
+            op.chosen(sizes, prod(plan.shapes[i]))
+            if isinstance(op, Product)
+            else op.signals
+            if isinstance(op, Matrices)
+            else ()
+        )
         count += len(signals) == 2
     return count
 
 
 def _cost(net: nn.Module, x: Tensor) -> float:
-    """The median time of an explanation, in medians of forward passes."""
+    """The median time of an explanation, in medians of forward passes: this process' own, which others do not stop."""
 
     def seconds(run: Callable[[], object]) -> float:
         taken: list[float] = []
-        while len(taken) < 3 and sum(taken) < 3:
-            begun = time.perf_counter()
+        while len(taken) < 3 and sum(taken) < 0.5:
+            begun = time.process_time()
             run()
-            taken.append(time.perf_counter() - begun)
+            taken.append(time.process_time() - begun)
         return median(taken)
 
     with torch.no_grad():
@@ -223,9 +230,10 @@ def page(rows: Sequence[Row]) -> str:
         "of two inputs of noise, of the smallest size it accepts, and gets the preset `paper` with a start of one at "
         "class 1. *Error* is what is missing between the start and the sum at the input after what the ledger names; "
         "*leak* the largest of one node; *absorbed* the named shares of the start, by cause, mean of the two; *cost* "
-        "that of an explanation in forward passes of the untouched model, on a busy machine. *Traced* tells if the "
-        "graph is good for all shapes or was made for one; *halved* counts the products in which nothing tells the "
-        "signal from the gate, so that both get half. A model's output is compared with the untouched model's.",
+        "that of an explanation in forward passes of the untouched model, in processor time, beside other work. "
+        "*Traced* tells if the graph is good for all shapes or was made for one; *halved* counts the products in which "
+        "nothing tells the signal from the gate, so that both get half. A model's output is compared with the "
+        "untouched model's.",
         "",
         "| model | input | status | traced | merges | halved | error | leak | absorbed | cost |",
         "|---|---|---|---|---|---|---|---|---|---|",
@@ -241,14 +249,17 @@ def page(rows: Sequence[Row]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _work(model: str) -> Row:
+def _work(models: Sequence[str]) -> None:
+    """Examines some models and keeps a row of each."""
     torch.set_num_threads(1)
-    try:
-        row = examine(model, timed=True)
-    except Exception as error:
-        row = Row(model, (2,), f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}")
-    print(f"{model}: {row.trouble or f'error {row.error:.0e}, cost {row.cost:.1f}'}", flush=True)
-    return row
+    for model in models:
+        try:
+            row = examine(model, timed=True)
+        except Exception as error:
+            row = Row(model, (2,), f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}")
+        print(f"{model}: {row.trouble or f'error {row.error:.0e}, cost {row.cost:.1f}'}", flush=True)
+        with ROWS.open("a", encoding="utf-8") as journal:
+            journal.write(json.dumps(asdict(row)) + "\n")
 
 
 def kept() -> dict[str, Row]:
@@ -260,17 +271,17 @@ def kept() -> dict[str, Row]:
 
 def main(models: Sequence[str]) -> int:
     """Examines the models named, or all that no earlier run found supported, and writes the page."""
-    rows = kept()
-    chosen = list(models) or [model for model in MODELS if model not in rows or rows[model].trouble]
+    before = kept()
+    chosen = list(models) or [model for model in MODELS if model not in before or before[model].trouble]
     ROWS.parent.mkdir(exist_ok=True)
-    with get_context("spawn").Pool(1, maxtasksperchild=16) as pool, ROWS.open("a", encoding="utf-8") as journal:
-        for row in pool.imap(_work, chosen):
-            rows[row.model] = row
-            journal.write(json.dumps(asdict(row)) + "\n")
-            journal.flush()
-    found = [rows[model] for model in MODELS if model in rows]
-    if len(found) == len(MODELS):
-        PAGE.write_text(page(found), encoding="utf-8")
+    for first in range(0, len(chosen), 16):  # what a process leaves behind in memory goes with it
+        worker = get_context("spawn").Process(target=_work, args=(chosen[first : first + 16],))
+        worker.start()
+        worker.join()
+    rows = kept()
+    found = [rows.get(model, Row(model, (2,), "was not examined")) for model in MODELS]
+    other = sums.KEPT.read_text(encoding="utf-8") if sums.KEPT.exists() else ""
+    PAGE.write_text(f"{page(found)}\n{other}".rstrip() + "\n", encoding="utf-8")
     return 1 if sum(bool(row.trouble) for row in found) > 0.05 * len(MODELS) else 0
 
 

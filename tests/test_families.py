@@ -53,6 +53,14 @@ def assigned(_: Any, x: Tensor) -> Tensor:
     return y
 
 
+def hidden(x: Tensor, axes: int) -> tuple[Tensor, int]:
+    """What fx is told not to look into, for it branches on a shape; it returns two things."""
+    return (x.unsqueeze(-1) if x.dim() == axes else x), x.dim()
+
+
+torch.fx.wrap("hidden")
+
+
 def tokens(x: Tensor) -> Tensor:
     return x.flatten(2).transpose(1, 2)
 
@@ -88,6 +96,7 @@ MIDDLES: dict[str, tuple[Callable[[Any, Tensor], Tensor], dict[str, Callable[[],
     "pixel shuffle": (lambda _, x: F.pixel_shuffle(x, 2), {}),
     "unfold": (lambda _, x: F.fold(F.unfold(x, 3, padding=1), (6, 6), 3, padding=1), {}),
     "assignment": (assigned, {}),
+    "a hidden function": (lambda _, x: hidden(x, 4)[0].mean(-1), {}),
     "gate": (lambda m, x: x * m.gate(x.mean((2, 3), keepdim=True)).sigmoid(), {"gate": lambda: nn.Conv2d(4, 4, 1)}),
     "glu": (lambda _, x: F.glu(x, 1), {}),
     "product of equals": (
@@ -258,6 +267,7 @@ SIGNALS: dict[str, tuple[Callable[[Any, Tensor], Tensor], tuple[float, float]]] 
     "more so than a tanh": (lambda m, x: m.a(x).tanh() * m.b(x).sigmoid(), (1, 0)),
     "what was made of the other": (lambda m, x: gated(m, x.relu()), (1, 0)),
     "one number for many": (lambda m, x: m.a(x)[:, :1] * m.b(x).relu(), (0, 1)),
+    "numbers for many, both": (lambda m, x: m.a(x)[:, :1] * m.b(x)[:, :, :1], (0.5, 0.5)),
     "an activation beside none": (lambda m, x: m.a(x) * m.b(x).relu(), (1, 0)),
     "an activation before both": (halved, (0.5, 0.5)),
     "nothing tells": (lambda m, x: m.a(x) * m.b(x), (0.5, 0.5)),

@@ -1,6 +1,9 @@
 """What a user may add to the vocabulary."""
 
+import re
+import textwrap
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,6 +13,8 @@ from torch.nn import functional as F
 import relprop
 from relprop import operators
 from relprop.operators import Elementwise, Operator, Ref
+
+ROOT = Path(__file__).parent.parent
 
 
 class Shrunk(nn.Module):
@@ -35,18 +40,34 @@ def table() -> Iterator[None]:
     operators.TABLE.update(before)
 
 
+def documented(page: Path) -> str:
+    """The lines that register an operator, as a page has them."""
+    (code,) = re.findall(
+        r"^ *@relprop.operators.register.*?^ *return [^\n]*$", page.read_text(), re.MULTILINE | re.DOTALL
+    )
+    return textwrap.dedent(code)
+
+
 @pytest.mark.usefixtures("table")
-def test_a_function_is_registered_in_a_few_lines() -> None:
+@pytest.mark.parametrize(
+    "page", [ROOT / "CONTRIBUTING.md", ROOT / "src" / "relprop" / "operators.py"], ids=lambda p: p.name
+)
+def test_an_unknown_function_is_named_and_registered_in_the_documented_lines(page: Path) -> None:
     model, x = Shrunk().eval(), torch.randn(2, 3, 8, 8)
-    with pytest.raises(relprop.RelpropError, match=r"hardshrink .*test_operators.py:\d+.*has no rule; register"):
-        relprop.explain(model, x)
-
-    @relprop.operators.register(torch.nn.functional.hardshrink)
-    def hardshrink(x: Ref, lambd: float = 0.5) -> Operator:
-        return Elementwise("hardshrink", (x,), lambda value: F.hardshrink(value, lambd))
-
+    with pytest.raises(relprop.RelpropError) as caught:
+        relprop.plan(model)
+    for told in (
+        r"hardshrink \(hardshrink, test_operators.py:\d+: return self.head\(F.hardshrink\(self.conv\(x\)\)",
+        "has no rule; register one with relprop.operators.register",
+        "overrides={'hardshrink': 'pass'}",
+    ):
+        assert re.search(told, str(caught.value)) or told in str(caught.value)
+    code = documented(page)
+    assert len(code.splitlines()) <= 5
+    exec(code, {"torch": torch, "relprop": relprop})  # the very lines that a user would write
     explanation = relprop.explain(model, x, strict=True)
     assert explanation.ledger.error.max() < 1e-5
+    torch.testing.assert_close(explanation.output, model(x).detach())
 
 
 @pytest.mark.usefixtures("table")

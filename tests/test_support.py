@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
+
+import frozen
 import pytest
 import support
 import torch
+from torch import Tensor, nn
 
 import relprop
+from relprop import rules
+from relprop.merges import SIGNED
+from relprop.norms import Norm
+from relprop.operators import BatchNorm
 
 SAMPLE = (
     "torchvision/densenet121",  # concatenation
@@ -33,6 +42,60 @@ def test_a_model_is_explained_and_nothing_is_lost(model: str) -> None:
     assert row.difference <= 1e-5
     assert set(row.absorbed) <= {"constant", "padding"}
     assert sum(row.absorbed.values()) < 0.9
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_rows_are_kept_and_the_last_one_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(support, "ROWS", tmp_path / "rows.jsonl")
+    assert support.kept() == {}
+    for models in (["timm/lcnet_050"], ["timm/nothing", "timm/lcnet_050"]):
+        support._work(models)
+    assert len(support.ROWS.read_text().splitlines()) == 3
+    (row,) = support.kept().values()  # what is not in the list is left out
+    assert (row.model, row.shape, row.trouble) == ("timm/lcnet_050", (2, 3, 32, 32), "")
+    assert row.cost > 1
+
+
+EXACT = rules.epsilon(1e-14)
+
+REFERENCED = {
+    "timm/vit_tiny_patch16_224": (False, True),
+    "torchvision/swin_t": (False, True),
+    "timm/convnext_atto": (False, True),
+    "timm/mixer_s32_224": (False, True),
+    "timm/coatnet_pico_rw_224": (False, True),  # gates, convolutions and attention with positions
+    "timm/xcit_nano_12_p8_224": (False, True),  # attention of channels
+    "timm/cait_xxs24_224": (False, True),  # heads that talk
+    "torchvision/efficientnet_b0": (False, True),
+    "torchvision/densenet121": (False,),  # a unit of zeros only can be handed nothing by a gradient
+    "timm/resnest14d": (False,),
+    "torchvision/shufflenet_v2_x0_5": (False,),
+}
+"""Models, and under which rules they are compared: epsilon, and the paper's."""
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(("model", "paper"), [(model, paper) for model, both in REFERENCED.items() for paper in both])
+def test_relevance_is_that_of_frozen_gradients(model: str, paper: bool) -> None:
+    net = support.build(model, support.MODELS[model]).double()
+    x = support.sample(model, support.MODELS[model], 1).double()
+    ours, output = _exactly(net, x, paper)
+    theirs, expected = frozen.relevance(net, x, 1, paper=paper)
+    torch.testing.assert_close(output, expected, rtol=1e-9, atol=1e-12)
+    assert float((ours - theirs).abs().max() / theirs.abs().max()) < 1e-6
+
+
+def _exactly(net: nn.Module, x: Tensor, paper: bool) -> tuple[Tensor, Tensor]:
+    """Relevance of the first class' neighbour from its logit, with no stabiliser to speak of, and the output."""
+    graph = relprop.plan(net, x).graph
+    if paper:
+        options = {"overrides": {node.name: "z+" for node in graph if node.first}}
+    else:
+        norms = [n.name for n in graph if isinstance(n.operator, Norm | BatchNorm) and n.folds is None]
+        options = {"preset": "epsilon", "split": replace(SIGNED, epsilon=1e-14)}
+        options["overrides"] = {"*": EXACT, **dict.fromkeys(norms, EXACT)}
+    e = relprop.explain(net, x, 1, start="logit", **options)
+    return e.relevance, e.output
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -68,16 +68,17 @@ class Product(Operator):
         return self.function(*values)
 
     def hand(self, r: Tensor, values: Sequence[Any], total: Total) -> Handed:  # noqa: ARG002 - nothing is absorbed
-        signals = self.chosen([v.numel() for v in values])
+        signals = self.chosen([v.numel() for v in values], r[0].numel())
         share = r if len(signals) == 1 else r / len(signals)
         return Handed(tuple(reduced(share, v.shape) if k in signals else None for k, v in enumerate(values)), {})
 
-    def chosen(self, sizes: Sequence[int]) -> tuple[int, ...]:
-        """The positions of the inputs that get relevance, in equal parts, when they have so many elements."""
+    def chosen(self, sizes: Sequence[int], whole: int) -> tuple[int, ...]:
+        """The positions of the inputs that get relevance, in equal parts, when they and the product are so large."""
         if len(self.signals) == 1 or self.halves:
             return self.signals
-        if sizes[0] != sizes[1]:
-            return (0,) if sizes[0] > sizes[1] else (1,)
+        complete = [k for k, size in enumerate(sizes) if size == whole]
+        if len(complete) == 1:
+            return tuple(complete)
         return self.signals if self.prefers is None else (self.prefers,)
 
 
