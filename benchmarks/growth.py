@@ -91,7 +91,7 @@ def table(data: dict[str, Any]) -> str:
     """A table for each thing that it grows with."""
     parts = []
     for name, head in HEADS.items():
-        lines = [[head, "ms an image", "a forward's", "x forward", "best of"]]
+        lines = [[head, "ms an image", "forward, ms an image", "x forward", "best of"]]
         for at in data["series"][name]:
             cells = [f"{at['size']:,}", f"{at['ms']:.0f}", f"{at['forward ms']:.1f}", f"{at['ratio']:.2f}"]
             lines.append([*cells, str(at["rounds"])])
