@@ -31,7 +31,7 @@ pytest: $(STAMP) ## the tests alone; ARGS="-k ledger" to choose
 support: $(STAMP) ## examine every model of the support matrix and write docs/support.md; takes most of an hour
 	$(BIN)/python -W ignore tests/support.py $(ARGS)
 
-bench: $(STAMP) ## cost in forward passes, beside other libraries, and memory; ARGS=--quick for a smoke run
+bench: $(STAMP) ## cost, its growth and its parts, memory, first call; ARGS=--quick for a smoke run
 	$(BIN)/python benchmarks/bench.py $(ARGS)
 
 format: $(STAMP) ## rewrite the code as `lint` wants it

@@ -206,11 +206,11 @@ def eager_convolutions(model: nn.Module, x: Tensor, rounds: int) -> float:
     for forward in Forwards(model).of(x).values():
         for _ in range(1 + rounds):
             watch = Watch()
-            nn.Conv2d.forward = watch.wrapped(TRUE, plain)  # type: ignore[method-assign] - for a moment
+            nn.Conv2d.forward = watch.wrapped(TRUE, plain)  # for a moment
             try:
                 forward()
             finally:
-                nn.Conv2d.forward = plain  # type: ignore[method-assign]
+                nn.Conv2d.forward = plain
             found.append(watch.seconds[TRUE])
     return min(found)
 

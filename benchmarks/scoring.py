@@ -49,7 +49,7 @@ class Settings:
     threads: int = 2
 
 
-QUICK = Settings(model="resnet18", weights="random", size=64, rounds=1, images=2, points=3, threads=1)
+QUICK = Settings(model="resnet18", weights="random", size=32, rounds=1, images=2, points=3, threads=1)
 
 
 def measure(settings: Settings) -> dict[str, Any]:
@@ -77,7 +77,7 @@ def measure(settings: Settings) -> dict[str, Any]:
     cam = in_turns(cam_calls, 1, warmup=0)
     return {
         "rounds": settings.rounds,
-        "weights": model.source,
+        "weights": str(model.source),
         "plain": best["plain"],
         "rows": {name: {"forwards": forwards[name], "seconds": best[name]} for name in ROWS},
         "score-cam": cam["cam"] / (min(cam["before"], cam["after"]) * SCORE_CAM / MAP),
