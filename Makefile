@@ -32,7 +32,7 @@ support: $(STAMP) ## examine every model of the support matrix and write docs/su
 	$(BIN)/python -W ignore tests/sums.py
 	$(BIN)/python -W ignore tests/support.py $(ARGS)
 
-bench: $(STAMP) ## cost in forward passes, beside other libraries, and memory; ARGS=--quick for a smoke run
+bench: $(STAMP) ## cost, its growth and its parts, memory, first call; ARGS=--quick for a smoke run
 	$(BIN)/python benchmarks/bench.py $(ARGS)
 
 format: $(STAMP) ## rewrite the code as `lint` wants it

@@ -1,4 +1,4 @@
-"""What measuring maps costs, counted in plain forward passes; `python benchmarks/bench.py --only metrics` runs it."""
+"""What measuring maps costs, counted in plain forward passes."""
 
 import multiprocessing
 import os
@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from PIL import Image
+from subject import in_turns, verdict, word
 from torch import Tensor
 
 import relprop
@@ -19,6 +20,7 @@ from relprop import methods
 from relprop.images import PHOTO
 from relprop.memory import keep_freed
 from relprop.metrics.scorer import fastest
+from relprop.reproduction.tables import markdown
 
 MAP = 202  # forward passes of two curves of 101 points
 SCORE_CAM = 2048  # and of Score-CAM on a ResNet-50, one a feature map
@@ -47,12 +49,12 @@ class Settings:
     threads: int = 2
 
 
-QUICK = Settings(model="resnet18", weights="random", size=64, rounds=1, images=2, points=3, threads=1)
+QUICK = Settings(model="resnet18", weights="random", size=32, rounds=1, images=2, points=3, threads=1)
 
 
-def maps_table(settings: Settings) -> Iterator[str]:
-    """Time every way to score a map, in turns with the forward passes; yield the lines of a table."""
-    torch.set_num_threads(settings.threads)
+def measure(settings: Settings) -> dict[str, Any]:
+    """Time every way to score a map, in turns with the forward passes; and a study."""
+    keep_freed()  # for the plain passes too: the command line does it, and everything gains from it
     model = relprop.load(settings.model, weights=settings.weights)
     x = F.interpolate(model.prepare(PHOTO)[None], (settings.size, settings.size))
     scorer = fastest(model, x.expand(BATCH, -1, -1, -1))
@@ -68,22 +70,44 @@ def maps_table(settings: Settings) -> Iterator[str]:
 
     plain = passes(model, x, MAP)
     runs = {name: scored(ask) for name, (ask, _) in ROWS.items()}
-    forwards = {name: run().forwards for name, run in runs.items()}  # this warms up, too
-    best = in_turns({"plain": plain, **runs}, settings.rounds)
-    yield row(["", "images scored", "seconds", f"x {MAP} forwards", "bar", ""])
-    yield row(["---", *["---:"] * 4, "---"])
-    yield row([f"{MAP} plain forward passes", str(MAP), f"{best['plain']:.2f}", "1.00", "", ""])
-    for name, (_, bar) in ROWS.items():
-        ratio = best[name] / best["plain"]
-        cells = [name, str(forwards[name]), f"{best[name]:.2f}", f"{ratio:.2f}", f"<= {bar}"]
-        yield row([*cells, verdict(ratio <= bar, settings)])
-    yield ""
+    forwards = {name: run().forwards for name, run in runs.items()}
+    best = in_turns({"plain": plain, **runs}, settings.rounds, warmup=0)  # counting was their warm-up
     method = methods.get("score-cam")
-    cam = in_turns({"before": plain, "cam": lambda: method(model, x, target, scorer=scorer), "after": plain}, 1)
-    ratio = cam["cam"] / (min(cam["before"], cam["after"]) * SCORE_CAM / MAP)
-    word = verdict(ratio <= SCORE_CAM_BAR, settings)
-    yield f"- Score-CAM, scorer passed: {ratio:.2f} of {SCORE_CAM} forwards (by {MAP}), bar <= {SCORE_CAM_BAR}: {word}"
-    yield f"- the scorer's engine: {scorer.engine}"
+    cam_calls = {"before": plain, "cam": lambda: method(model, x, target, scorer=scorer), "after": plain}
+    cam = in_turns(cam_calls, 1, warmup=0)
+    return {
+        "rounds": settings.rounds,
+        "weights": str(model.source),
+        "plain": best["plain"],
+        "rows": {name: {"forwards": forwards[name], "seconds": best[name]} for name in ROWS},
+        "score-cam": cam["cam"] / (min(cam["before"], cam["after"]) * SCORE_CAM / MAP),
+        "engine": scorer.engine,
+        "study": study_speed(settings),
+    }
+
+
+def table(data: dict[str, Any]) -> str:
+    """The ways to score beside each other, and the verdicts."""
+    plain = data["plain"]
+    lines = [["", "images scored", "seconds", f"x {MAP} forwards", "bar", "verdict"]]
+    lines.append([f"{MAP} plain forward passes", str(MAP), f"{plain:.2f}", "1.00", "", ""])
+    for name, (_, bar) in ROWS.items():
+        found = data["rows"][name]
+        ratio = found["seconds"] / plain
+        cells = [name, str(found["forwards"]), f"{found['seconds']:.2f}", f"{ratio:.2f}", f"<= {bar}"]
+        lines.append([*cells, word(ratio <= bar, data)])
+    head = f"Best of {data['rounds']} taken in turns with plain forward passes in batches of {BATCH}; "
+    said = [f"{head}{data['weights']}.", "", markdown(lines), ""]
+    cam = data["score-cam"]
+    said.append(verdict(f"Score-CAM, scorer passed, of {SCORE_CAM} forwards (by {MAP})", cam, SCORE_CAM_BAR, data))
+    said.append(f"- the scorer's engine: {data['engine']}")
+    if data["study"] is None:
+        said.append("- a study beside two processes: needs Linux and two cores")
+    else:
+        speed, ratio = data["study"]["images a second"], data["study"]["ratio"]
+        beside = f"{speed:.2f} images a second, {ratio:.2f} of two processes, a thread and a core each"
+        said.append(f"- a study: {beside}, bar >= {STUDY_BAR}: {word(ratio >= STUDY_BAR, data)}")
+    return "\n".join(said)
 
 
 def passes(model: relprop.Model, x: Tensor, count: int) -> Callable[[], Any]:
@@ -98,22 +122,10 @@ def passes(model: relprop.Model, x: Tensor, count: int) -> Callable[[], Any]:
     return run
 
 
-def in_turns(runs: dict[str, Callable[[], Any]], rounds: int) -> dict[str, float]:
-    """Return the best time of each; taking turns, all meet the same machine."""
-    best = dict.fromkeys(runs, float("inf"))
-    for _ in range(rounds):
-        for name, run in runs.items():
-            begin = time.perf_counter()
-            run()
-            best[name] = min(best[name], time.perf_counter() - begin)
-    return best
-
-
-def study_lines(settings: Settings) -> Iterator[str]:
+def study_speed(settings: Settings) -> dict[str, float] | None:
     """Compare a study's throughput with that of two processes that share nothing, each with a core of its own."""
     if not hasattr(os, "sched_setaffinity") or len(cores := sorted(os.sched_getaffinity(0))) < 2:
-        yield "- a study beside two processes: needs Linux and two cores"
-        return
+        return None
     with tempfile.TemporaryDirectory() as folder:
         halves = [Path(folder, name) for name in ("0", "1")]
         for i, photo in enumerate(photos(settings.images)):
@@ -128,9 +140,7 @@ def study_lines(settings: Settings) -> Iterator[str]:
             for name, run in runs.items():
                 seconds[name] = min(seconds[name], run())
     ratio = seconds["two"] / seconds["study"]
-    speed = f"{settings.images / seconds['study']:.2f} images a second"
-    beside = f"{ratio:.2f} of two processes, a thread and a core each"
-    yield f"- a study: {speed}, {beside}, bar >= {STUDY_BAR}: {verdict(ratio >= STUDY_BAR, settings)}"
+    return {"images a second": settings.images / seconds["study"], "ratio": ratio}
 
 
 def photos(count: int) -> Iterator[Image.Image]:
@@ -167,13 +177,3 @@ def study(folder: Path, cores: list[int], threads: int, settings: Settings, read
     begin = time.perf_counter()
     relprop.evaluate(model, folder, **ask)
     done.put(time.perf_counter() - begin)
-
-
-def row(cells: list[str]) -> str:
-    """One line of a Markdown table."""
-    return f"| {' | '.join(cells)} |"
-
-
-def verdict(passed: bool, settings: Settings) -> str:
-    """A word for it."""
-    return "not judged" if settings == QUICK else "**pass**" if passed else "**miss**"

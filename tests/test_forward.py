@@ -47,9 +47,7 @@ def test_less_is_kept_when_it_is_computed_again() -> None:
     assert kept(part) < 0.4 * kept(whole)
     # Between two cuts lies no more than a few blocks.
     marks = [0, *part.cuts, len(shapes)]
-    between = [
-        sum(v.numel() for i, v in whole.values.items() if a < i < b) for a, b in zip(marks, marks[1:], strict=False)
-    ]
+    between = [sum(v.numel() for i, v in whole.values.items() if a < i < b) for a, b in itertools.pairwise(marks)]
     assert kept(part) + max(between) < 0.7 * kept(whole)
 
 

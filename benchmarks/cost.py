@@ -1,0 +1,106 @@
+"""What an explanation of ResNet-50 costs in eager forward passes, beside other libraries."""
+
+import gc
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from peers import PEERS, Run
+from subject import LAST, PLAIN, Forwards, faster, images, in_turns, resnet, verdict
+from torch import nn
+
+import relprop
+from relprop.memory import keep_freed
+from relprop.reproduction.tables import markdown
+
+PAPER, EPSILON, FURTHER = "**relprop** `paper`", "**relprop** `epsilon`", "**relprop** each further target"
+BARS = {(PAPER, 1): 3.2, (PAPER, 8): 2.9, (PAPER, 32): 2.9, (EPSILON, 8): 2.0, (FURTHER, 1): 1.1, (FURTHER, 8): 1.1}
+"""The most forward passes that a method may cost at a batch size."""
+TARGETS = 5
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How much is run: rounds by batch size."""
+
+    rounds: dict[int, int] = field(default_factory=lambda: {1: 20, 8: 10, 32: 5})
+    side: int = 224
+    warmup: int = 2
+
+
+QUICK = Settings({1: 1, 8: 1}, side=32, warmup=0)
+
+
+def ours(model: nn.Module, preset: str) -> Run:
+    """A preset of relprop's, with its ledger as always."""
+    return lambda x, target: relprop.explain(model, x, target=target, preset=preset)
+
+
+METHODS: dict[str, Callable[[nn.Module], Run]] = {
+    PAPER: partial(ours, preset="paper"),
+    EPSILON: partial(ours, preset="epsilon"),
+    **PEERS,
+}
+
+
+def measure(settings: Settings) -> dict[str, Any]:
+    """Time every method on every device that there is."""
+    keep_freed()  # for the forward passes and for every library
+    devices = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
+    return {
+        "rounds": {str(batch): rounds for batch, rounds in settings.rounds.items()},
+        "side": settings.side,
+        "devices": {device: rows(device, settings) for device in devices},
+    }
+
+
+def rows(device: str, settings: Settings) -> list[dict[str, Any]]:
+    """Time the methods on one device: a row for each of them and each batch size, milliseconds and forward passes."""
+    model = resnet(device=device)
+    forwards = Forwards(model)
+    found = []
+
+    def add(name: str, batch: int, calls: dict[str, Any], count: Callable[[dict[str, float]], float]) -> None:
+        best = in_turns(forwards.of(x) | calls, settings.rounds[batch], settings.warmup, device)
+        row = {"name": name, "batch": batch, "ms": 1e3 * count(best), "ratio": count(best) / faster(best)}
+        found.append(row | {PLAIN: 1e3 * best[PLAIN], LAST: 1e3 * best[LAST]})
+
+    for name, build in METHODS.items():
+        method = build(model)
+        for batch in settings.rounds:
+            x, target = images(batch, settings.side, device=device)
+            add(name, batch, {"it": partial(method, x, target)}, lambda best: best["it"])
+        del method
+        gc.collect()  # captum's hooks hold on to activations
+    explain = partial(relprop.explain, model)
+    for _, batch in (key for key in BARS if key[0] == FURTHER):
+        x, target = images(batch, settings.side, TARGETS, device)
+        calls = {"one": partial(explain, x, target[:, :1]), "all": partial(explain, x, target)}
+        add(FURTHER, batch, calls, lambda best: (best["all"] - best["one"]) / (TARGETS - 1))
+    return found
+
+
+def table(data: dict[str, Any]) -> str:
+    """The costs beside each other, and the verdicts."""
+    return "\n\n".join(device_table(device, found, data) for device, found in data["devices"].items())
+
+
+def device_table(device: str, found: list[dict[str, Any]], data: dict[str, Any]) -> str:
+    """The same of one device; a forward pass' time is the best over all turns, a ratio is to those of its own turns."""
+    batches = [int(batch) for batch in data["rounds"]]
+    lines = [["", *[head for batch in batches for head in (f"batch {batch}: ms", "x forward")]]]
+    best = {(name, b): min(r[name] for r in found if r["batch"] == b) for name in (PLAIN, LAST) for b in batches}
+    for name in (PLAIN, LAST):
+        cells = [(best[name, b], best[name, b] / min(best[PLAIN, b], best[LAST, b])) for b in batches]
+        lines.append([f"forward, {name}", *[cell for ms, ratio in cells for cell in (f"{ms:.0f}", f"{ratio:.2f}")]])
+    by_name = {name: {r["batch"]: r for r in found if r["name"] == name} for name in (PAPER, EPSILON, FURTHER, *PEERS)}
+    for name, mine in by_name.items():
+        cells = [(f"{mine[b]['ms']:.0f}", f"{mine[b]['ratio']:.2f}") if b in mine else ("", "") for b in batches]
+        lines.append([name, *[cell for pair in cells for cell in pair]])
+    rounds = ", ".join(f"{count} at batch {batch}" for batch, count in data["rounds"].items())
+    head = f"ResNet-50, {data['side']}x{data['side']}, float32, {device.upper()}; best of {rounds}:"
+    judged = [(name, b, bar) for (name, b), bar in BARS.items() if b in batches]
+    verdicts = [verdict(f"{name} at batch {b}", by_name[name][b]["ratio"], bar, data) for name, b, bar in judged]
+    return "\n".join([head, "", markdown(lines), "", *verdicts])
