@@ -210,9 +210,24 @@ def explain(
 
 @contextmanager
 def _computing(device: torch.device) -> Iterator[None]:
-    """No gradients are recorded, and an autocast around the call does not reach inside."""
-    with torch.no_grad(), torch.autocast(device.type, enabled=False):
+    """No gradients are recorded, an autocast around the call does not reach inside, and float32 is float32."""
+    with torch.no_grad(), torch.autocast(device.type, enabled=False), _full_precision(device):
         yield
+
+
+@contextmanager
+def _full_precision(device: torch.device) -> Iterator[None]:
+    """Relevance does not add up in the shortened float32 (TF32) that CUDA may multiply with; it is put back after."""
+    if device.type != "cuda":
+        yield
+        return
+    matmul, convolutions = torch.backends.cuda.matmul, torch.backends.cudnn
+    before = matmul.allow_tf32, convolutions.allow_tf32
+    try:
+        matmul.allow_tf32 = convolutions.allow_tf32 = False
+        yield
+    finally:
+        matmul.allow_tf32, convolutions.allow_tf32 = before
 
 
 def _known(module: nn.Module, form: Form, given: Tensors | None, *, hooked: bool = False) -> _Known:
