@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import importlib
+import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,17 +29,23 @@ NAMES = (
     *FROM_TIMM,
 )
 _HUB_FILE = "model.safetensors"
+CLASSES, PREPARATION = "classes", "preparation"
+"""What a weights file may tell besides its source."""
 IMAGENET = 1000
 
 
 class Made(NamedTuple):
-    """A network with its weights in it; `assumed`, that its classes are ImageNet's is a guess."""
+    """A network with its weights in it; `assumed`, that its classes are ImageNet's is a guess.
+
+    `classes` are the names that came with the weights, if any did.
+    """
 
     module: nn.Module
     source: Source
     preparation: Preparation
     outputs: int
     assumed: bool = False
+    classes: tuple[str, ...] | None = None
 
 
 def labels(name: str) -> list[str]:
@@ -97,7 +104,16 @@ def from_torchvision(request: Request) -> Made:
         preparation = keras.PORT.preparation
     else:
         preparation = _preparation(entry)
-    return Made(module, Source.of(file, variant), preparation, outputs, assumed=not about)
+    return _with_what_came_along(Made(module, Source.of(file, variant), preparation, outputs, assumed=not about), about)
+
+
+def _with_what_came_along(made: Made, about: Mapping[str, str]) -> Made:
+    """What weights that were trained here tell of themselves: the names of their classes, and how they want images."""
+    names, wants = about.get(CLASSES), about.get(PREPARATION)
+    return made._replace(
+        classes=tuple(json.loads(names)) if names else None,
+        preparation=Preparation.read(wants) if wants else made.preparation,
+    )
 
 
 def _entries(name: str) -> dict[str, Any]:
@@ -203,7 +219,8 @@ def from_timm(request: Request) -> Made:
         colours = Normalization(tuple(wants["mean"]), tuple(wants["std"]))
         preparation = Preparation(int(size / wants["crop_pct"]), size, wants["interpolation"], colours)
     outputs: Any = module.num_classes  # a number, which torch's types do not know
-    return Made(module, source, preparation, outputs, assumed=file is not None and not file.about)
+    made = Made(module, source, preparation, outputs, assumed=file is not None and not file.about)
+    return _with_what_came_along(made, file.about if file else {})
 
 
 def _timm_pretrained(request: Request, build: Callable[..., nn.Module]) -> tuple[nn.Module, Source]:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
@@ -37,13 +38,31 @@ class Preparation:
     interpolation: str = "bilinear"
     normalization: Normalization = field(default_factory=Normalization)
 
+    @classmethod
+    def read(cls, text: str) -> Preparation:
+        """What :meth:`written` wrote."""
+        facts = json.loads(text)
+        return cls(**{**facts, "normalization": Normalization(*map(tuple, facts["normalization"]))})
+
+    def written(self) -> str:
+        """As JSON, for a weights file."""
+        return json.dumps({**asdict(self), "normalization": list(self.normalization)})
+
     def cropped(self, image: Picture) -> Image.Image:
         """The part of an image that a model sees, at the size it sees it.
 
         Raises:
             RelpropError: The image cannot be read.
         """
-        return _cropped(_opened(image), self)
+        return _centre(self.resized(image), [self.crop] * 2)
+
+    def resized(self, image: Picture) -> Image.Image:
+        """An image at the size that the crop is taken from.
+
+        Raises:
+            RelpropError: The image cannot be read.
+        """
+        return _resized(_opened(image), self)
 
     def normalised(self, crop: Image.Image) -> Tensor:
         """The colours of a crop as a model wants them, ``(3, H, W)``."""
@@ -71,14 +90,13 @@ def _opened(image: Picture) -> Image.Image:
     return image.convert("RGB")
 
 
-def _cropped(image: Image.Image, preparation: Preparation) -> Image.Image:
-    """The same pixels as torchvision's ``Resize`` and ``CenterCrop``."""
+def _resized(image: Image.Image, preparation: Preparation) -> Image.Image:
+    """The same pixels as torchvision's ``Resize``; those of :func:`_centre` are ``CenterCrop``'s."""
     shorter = min(image.size)
     if max(image.size) > _LONGEST * shorter:  # a line of pixels would become a huge image before it is cropped
         image = _centre(image, [min(side, _LONGEST * shorter) for side in image.size])
     resized = (preparation.resize * image.width // shorter, preparation.resize * image.height // shorter)
-    image = image.resize(resized, Image.Resampling[preparation.interpolation.upper()])
-    return _centre(image, [preparation.crop] * 2)
+    return image.resize(resized, Image.Resampling[preparation.interpolation.upper()])
 
 
 def _centre(image: Image.Image, size: Sequence[int]) -> Image.Image:

@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from relprop.errors import RelpropError
 
-__all__ = ["WeightsFile", "read", "serialised", "sha256_of"]
+__all__ = ["WeightsFile", "fingerprint", "read", "serialised", "sha256_of"]
 
 _WRAPPERS = ("state_dict", "model_state_dict", "model", "module", "net")
 _PREFIXES = ("module.", "model.", "_orig_mod.")
@@ -81,6 +81,15 @@ def sha256_of(path: Path) -> str:
     with path.open("rb") as file:
         while block := file.read(1 << 20):
             digest.update(block)
+    return digest.hexdigest()
+
+
+def fingerprint(module: nn.Module) -> str:
+    """A hash of all weights of a module."""
+    digest = hashlib.sha256()
+    for name, tensor in sorted(module.state_dict().items()):
+        digest.update(name.encode())
+        digest.update(tensor.detach().cpu().contiguous().numpy().tobytes())
     return digest.hexdigest()
 
 

@@ -131,8 +131,8 @@ def load(
             ``"none"``, the same random ones every time; the path of a checkpoint, a ``.safetensors`` or torch file with
             nothing but tensors in it; or ``"auto"``: what is in the cache, else imagenet1k_v1, else keras or
             tensorflow. For ``timm:NAME``, ``"auto"`` is timm's own.
-        classes: The names of the classes, or a text file with one a line. The number of classes is the checkpoint's;
-            1000 are taken for ImageNet's unless this says otherwise.
+        classes: The names of the classes, or a text file with one a line. The number of classes is the checkpoint's,
+            and so are their names where relprop trained it; 1000 are taken for ImageNet's unless this says otherwise.
         report: Told, in lines for a person, what is fetched and which weights were taken; with ``"auto"`` weights, that
             goes to stderr unless told otherwise.
         progress: Told of downloads, ``progress(done, total)`` in bytes; total may be None.
@@ -155,6 +155,7 @@ def load(
         raise RelpropError(f"There are no models {kind}:NAME; there are torchvision:NAME and timm:NAME.")
     choice = os.fspath(weights) if weights is not None else "none"
     made = make(Request(name, bare, choice, wanted, report, progress))
+    wanted = made.classes if wanted is None else wanted
     if wanted is not None and len(wanted) != made.outputs:
         raise RelpropError(f"There are {len(wanted)} class names for the {made.outputs} outputs of {name}.")
     synsets = None

@@ -22,6 +22,7 @@ from relprop.study.journal import Journal, Row, key
 from relprop.study.measure import Measure, Measured, Seen
 from relprop.study.progress import Progress, Tally
 from relprop.study.troubles import Troubles, sentence
+from relprop.weights import fingerprint
 
 __all__ = ["Runner"]
 
@@ -57,7 +58,7 @@ class Runner:
         self.wanted = wanted
         self.batch_size = batch_size
         self.precision = precision
-        self.weights = _fingerprint(requests.module(model))
+        self.weights = fingerprint(requests.module(model))
         self.failures, self.notes = Troubles(), Troubles()
         self.mine: set[str] = set()
         self._scorer: Scorer | None = None
@@ -256,12 +257,3 @@ class Runner:
         if self._scorer is None:
             self._scorer = fastest(self.model, x, self.precision)
         return self._scorer
-
-
-def _fingerprint(module: torch.nn.Module) -> str:
-    """A hash of all weights."""
-    digest = hashlib.sha256()
-    for name, tensor in sorted(module.state_dict().items()):
-        digest.update(name.encode())
-        digest.update(tensor.detach().cpu().contiguous().numpy().tobytes())
-    return digest.hexdigest()
