@@ -1,0 +1,174 @@
+"""Birds: the paper's column for CUB-200-2011, from networks that were trained with several seeds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import mean, stdev
+from typing import Any
+
+from relprop.datasets import Dataset
+from relprop.errors import RelpropError
+from relprop.methods import Method
+from relprop.reproduction.claims import CLAIMS, CONTROLS
+from relprop.reproduction.tables import PUBLISHED, SCORES, TIE_SAFE, markdown, measure
+from relprop.study import Row, read
+
+__all__ = ["LOCAL", "PAPER", "Birds", "found", "localisation", "table"]
+
+PAPER: Mapping[str, Sequence[tuple[float, float]]] = {
+    "captum-lrp": ((0.058, 0.002), (0.047, 0.001), (0.011, 0.000)),
+    "integrated-gradients": ((0.020, 0.001), (0.015, 0.001), (0.006, 0.000)),
+    "guided-backprop": ((0.042, 0.002), (0.014, 0.001), (0.028, 0.002)),
+    "deeplift": ((0.024, 0.002), (0.018, 0.001), (0.006, 0.001)),
+    "grad-cam": ((0.508, 0.015), (0.055, 0.004), (0.453, 0.011)),
+    "score-cam": ((0.511, 0.017), (0.054, 0.004), (0.457, 0.014)),
+    "released+hq-released": ((0.595, 0.010), (0.014, 0.000), (0.582, 0.010)),
+}
+"""Insertion, deletion and ID of table 1's column for CUB: mean and standard deviation over five trainings."""
+
+EVERY_SEED = ("released+hq-released", "released", "paper", "grad-cam", *(line.method for line in CONTROLS))
+"""What every network is explained by; the first one is explained by all methods of table 1."""
+
+LOCAL = ("pointing-game", "mass-accuracy", "rank-accuracy", "effective-heat-ratio")
+"""How well maps find the bird, by its mask."""
+
+_LINES = (*CLAIMS["table1"].lines, *CONTROLS)
+_WEIGHTS = "weights.safetensors"
+
+
+def found(weights: Path) -> dict[str, Path]:
+    """The weights files of a training, by seed: those in a folder that ``relprop train`` wrote, or a single file.
+
+    Raises:
+        RelpropError: If there are none.
+    """
+    if weights.is_file():
+        return {weights.parent.name or "seed0": weights}
+    there = {path.parent.name: path for path in sorted(weights.glob(f"seed*/{_WEIGHTS}"))}
+    if not there:
+        raise RelpropError(
+            f"There are no trained networks in {weights}; make some with relprop train cub --seeds 5 --out FOLDER, and "
+            "pass --weights FOLDER."
+        )
+    return there
+
+
+@dataclass
+class Birds:
+    """The evaluation of several trainings.
+
+    Attributes:
+        models: From a seed's name to what ``relprop.load`` returns; called when its turn has come.
+        data: Test images, one a class.
+        limit: How many of them to measure.
+        costly: How many with methods that cost most.
+        batch_size: Images explained at once.
+        out: Where results go, a study for each seed.
+        settings: What else :func:`relprop.evaluate` is told.
+        failures: What could not be measured, in a sentence each.
+    """
+
+    models: Mapping[str, Callable[[], Any]]
+    data: Dataset
+    limit: int
+    costly: int
+    batch_size: int
+    out: Path
+    settings: dict[str, Any] = field(default_factory=dict)
+    failures: dict[str, str] = field(default_factory=dict)
+
+    def measured(self) -> dict[str, list[Row]]:
+        """The rows of every seed, measured where they are lacking."""
+        images = self.data.limit(self.limit)
+        names = {sample.name for sample in images}
+        rows = {}
+        for number, (seed, load) in enumerate(self.models.items()):
+            model = load()
+            if model.outputs != len(self.data.classes or ()):
+                raise RelpropError(
+                    f"The network of {seed} has {model.outputs} classes and {self.data.name} has "
+                    f"{len(self.data.classes or ())}; pass weights that were trained on it."
+                )
+            methods = CLAIMS["table1"].methods
+            chosen: list[Method] = [m for m in methods if number == 0 or m.name in EVERY_SEED]
+            asked = {"costly": self.costly, "batch_size": self.batch_size, **self.settings}
+            asked = {"metrics": ("insertion-deletion", *LOCAL), **asked}
+            for study in measure(model, images, chosen, self.out / seed, **asked):
+                self.failures |= {f"{seed}, {name}": why for name, why in study.failures.items()}
+            rows[seed] = [row for row in read(self.out / seed) if row.image in names]
+        return rows
+
+    def __call__(self) -> str:
+        """Measures, and writes the tables beside the rows."""
+        rows = self.measured()
+        text = f"{table(rows)}\n\n{localisation(rows)}"
+        (self.out / "table1.md").write_text(text + "\n", encoding="utf-8")
+        return text
+
+
+Seeds = Mapping[str, Iterable[Row]]
+"""The rows of each training."""
+
+
+def table(seeds: Seeds) -> str:
+    """The paper's column beside ours: means over images, of which the mean and standard deviation over trainings."""
+    means = _means(seeds)
+    groups = ("paper", "published", "tie-safe")
+    body = [["", *(f"{where} {name}" for where in groups for name in ("Ins", "Del", "ID")), "trainings", "n"]]
+    for line in _LINES:
+        cells = [f"{m:.3f} ± {s:.3f}" for m, s in PAPER.get(line.method, ())] or [""] * 3
+        for protocol in (PUBLISHED, TIE_SAFE):
+            cells += [_shown(means.get((line.method, protocol, name), {})) for name in SCORES]
+        body.append([line.label, *cells, *_counts(means.get((line.method, PUBLISHED, "score"), {}))])
+    return f"{markdown(body)}\n\n{_accuracy(seeds)}"
+
+
+def localisation(seeds: Seeds) -> str:
+    """How well maps find the bird, likewise."""
+    means = _means(seeds)
+    body = [["", *LOCAL, "trainings", "n"]]
+    for line in _LINES:
+        cells = [_shown(means.get((line.method, name, name), {})) for name in LOCAL]
+        body.append([line.label, *cells, *_counts(means.get((line.method, LOCAL[0], LOCAL[0]), {}))])
+    return markdown(body)
+
+
+Mean = tuple[float, int]
+"""A mean over images, and how many they are."""
+
+
+def _means(seeds: Seeds) -> dict[tuple[str, str, str], dict[str, Mean]]:
+    """By method, protocol (or metric) and score: the mean over the images of each training."""
+    values: dict[tuple[str, str, str], dict[str, list[float]]] = {}
+    for seed, rows in seeds.items():
+        for row in rows:
+            for name, value in row.values.items():
+                column = values.setdefault((row.method, row.protocol or row.metric, name), {})
+                column.setdefault(seed, []).append(value)
+    return {key: {seed: (mean(v), len(v)) for seed, v in by.items()} for key, by in values.items()}
+
+
+def _shown(by_seed: Mapping[str, Mean]) -> str:
+    means = [m for m, _ in by_seed.values()]
+    return _spread(means, ".3f") if means else ""
+
+
+def _spread(values: Sequence[float], form: str) -> str:
+    text = f"{mean(values):{form}}"
+    return f"{text} ± {stdev(values):{form}}" if len(values) > 1 else text
+
+
+def _counts(by_seed: Mapping[str, Mean]) -> list[str]:
+    counts = sorted({n for _, n in by_seed.values()})
+    return [str(len(by_seed)), "/".join(map(str, counts)) or "0"]
+
+
+def _accuracy(seeds: Seeds) -> str:
+    """How many of the images the networks get right; the published protocol scores the true class."""
+    right = []
+    for rows in seeds.values():
+        images = {row.image: row.label == row.target for row in rows}
+        right.append(100 * mean(images.values()))
+    return f"The networks classify {_spread(right, '.1f')} % of these images rightly."
