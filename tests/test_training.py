@@ -431,3 +431,19 @@ def test_the_full_recipe_on_a_few_birds(birds: Path, tmp_path: Path, capsys: pyt
     said = capsys.readouterr().err
     assert "seed 0, epoch 1: loss" in said
     assert "done, the best was epoch 1" in said
+
+
+def test_two_devices_train_one_network(tmp_path: Path) -> None:
+    for i in range(20):
+        draw(tmp_path / "photos" / COLOURS[i % 2] / f"{i}.png", i % 2, i)
+    # A script of its own: for each further device, Lightning runs it again.
+    script = tmp_path / "train.py"
+    script.write_text("import torch\nfrom relprop.cli import main\ntorch.set_num_threads(1)\nmain()\n")
+    command = [sys.executable, str(script), "train", "folder", "--data", str(tmp_path / "photos")]
+    command += ["--model", "resnet18", "--weights", "random"]
+    more = ["--accelerator", "cpu", "--devices", "2", "--epochs", "1", "--batch-size", "8", "--out", str(tmp_path)]
+    ran = subprocess.run([*command, *more], capture_output=True, text=True, timeout=600, check=False)
+    assert ran.returncode == 0, ran.stderr
+    assert ran.stdout.count("| 0 | 1 | 1 |") == 1
+    assert (tmp_path / "seed0" / "log.csv").read_text().count("\n") == 2
+    assert relprop.load("resnet18", tmp_path / "seed0" / "weights.safetensors").classes == COLOURS[:2]

@@ -135,6 +135,9 @@ class Trainer:
         loss_now, accuracy = self._means(sums)
         if not math.isfinite(loss_now):
             raise RelpropError(f"The loss is no longer finite in epoch {number + 1}; lower the learning rate {lr:g}.")
+        if self.fabric.world_size > 1:  # each device has seen other images; what is kept is the first one's
+            for buffer in self.module.buffers():
+                buffer.copy_(self.fabric.broadcast(buffer))
         found = self.examine(self.feed, self.parts.validation.samples)
         return Epoch(number + 1, lr, loss_now, accuracy, *found, time.monotonic() - began)
 
