@@ -396,6 +396,7 @@ BAD: dict[str, tuple[str, str]] = {
     "model of plan": ("plan --model resnet", "There is no model 'resnet'"),
     "model of check": ("check PHOTO --model ResNeXt", "There is no model 'ResNeXt'"),
     "model of torchvision": ("plan --model torchvision:nothing", "There is no model 'torchvision:nothing'"),
+    "model of timm": ("plan --model timm:nothing", "There is no model 'timm:nothing'"),
     "model of nobody": ("plan --model keras:resnet50", "There are no models keras:NAME"),
     "empty model": ("plan --model=", "There is no model ''"),
     "weights": ("explain PHOTO --weights imagenet2k", "There are no weights 'imagenet2k' for resnet50"),
