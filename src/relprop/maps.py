@@ -96,6 +96,10 @@ class LinearMap(ABC):
 class Dense(LinearMap):
     """A matrix on the last axis: ``nn.Linear``."""
 
+    def shape(self, before: Sequence[int]) -> tuple[int, ...]:
+        """The shape that the map makes of another, which it fits."""
+        return (*before[:-1], self.weight.shape[0])
+
     def spread(self, s: Tensor, shape: Sequence[int]) -> Tensor:
         # Summed by torch, pairwise: a product with ones would round thousands of equal numbers to the same side.
         return s.sum(-1, keepdim=True).expand(*s.shape[:-1], shape[-1])
@@ -157,6 +161,23 @@ class Convolution(LinearMap):
         if self._forward is None:
             self._forward = self._packed(self.weight)
         return self._convolve(a, self._forward, self._flat_bias, self.groups)
+
+    def shape(self, before: Sequence[int]) -> tuple[int, ...]:
+        """The shape that the map makes of another, which it fits.
+
+        Raises:
+            ValueError: If the kernel is larger than what it is to slide over.
+        """
+        sizes = []
+        for n, k, s, d, (near, far) in zip(
+            before[2:], self.weight.shape[2:], self.stride, self.dilation, self.padding, strict=True
+        ):
+            room = n + near + far - d * (k - 1) - 1
+            if room < 0:
+                msg = f"its kernel of {d * (k - 1) + 1} is larger than the input's {n}, padding included"
+                raise ValueError(msg)
+            sizes.append(room // s + 1)
+        return (before[0], self.weight.shape[0], *sizes)
 
     def activated(self, a: Tensor) -> Tensor:
         return self._kernel(a, None)(a, relu=True) if self._packs(a) else self(a).relu_()
