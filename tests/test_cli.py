@@ -619,6 +619,8 @@ def test_an_interrupted_run_keeps_what_is_done_and_nothing_else(
         stderr=subprocess.PIPE,
         text=True,
         env=os.environ | {"OMP_NUM_THREADS": "1"},
+        # Jobs in the background of a shell are told to ignore an interrupt, and tell their children.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     try:
         deadline = time.monotonic() + 60
