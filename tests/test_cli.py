@@ -613,15 +613,16 @@ def test_an_interrupted_run_keeps_what_is_done_and_nothing_else(
     number: signal.Signals, code: int, photos: Path, tmp_path: Path
 ) -> None:
     out = tmp_path / "out"
+    # Jobs in the background of a shell ignore an interrupt, and so would their children.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
     started = subprocess.Popen(
         [COMMAND, "explain", photos, *SMALL, "--batch-size", "1", "--out", out],
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         text=True,
         env=os.environ | {"OMP_NUM_THREADS": "1"},
-        # Jobs in the background of a shell are told to ignore an interrupt, and tell their children.
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
+    signal.signal(signal.SIGINT, before)
     try:
         deadline = time.monotonic() + 60
         while not (out / "01").exists() and time.monotonic() < deadline:
