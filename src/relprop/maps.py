@@ -195,9 +195,10 @@ class Convolution(LinearMap):
             return super().shares(s, transform, shape, times)
         targets, s = len(s), s.flatten(0, 1)
         key = (s.shape, tuple(shape))
-        if transform not in self._back or self._back[transform][0] != key:
-            self._back[transform] = key, self._phases(transform(self.weight), s.shape, shape)
-        phases = self._back[transform][1]
+        known = self._back.get(transform)  # read once: another thread may put another shape's there
+        if known is None or known[0] != key:
+            known = self._back[transform] = key, self._phases(transform(self.weight), s.shape, shape)
+        phases = known[1]
         result = torch.empty((len(s), *shape), dtype=s.dtype, memory_format=torch.channels_last)
         for place, around, kernel in phases:
             if kernel is None:  # what no output sees
@@ -216,8 +217,9 @@ class Convolution(LinearMap):
 
     @cached_property
     def _has_phases(self) -> bool:
-        """Whether the transpose is known as convolutions of stride one; torch's own is as good for odd ones."""
-        return self.dilation == [1, 1] or self.stride == [1, 1]
+        """Whether the transpose is best done as convolutions of stride one."""
+        simple = self.dilation == [1, 1] or self.stride == [1, 1]
+        return simple and not self._by_phases_pays(self.weight, self.groups)
 
     def _phases(self, weight: Tensor, after: Sequence[int], before: Sequence[int]) -> list[_Phase]:
         """The transpose as convolutions of stride one, one for every place within a step.
@@ -235,6 +237,8 @@ class Convolution(LinearMap):
         turned = weight.unflatten(0, (self.groups, -1)).transpose(1, 2).flatten(0, 1)
         phases: list[_Phase] = []
         for rows, columns in product(*axes):
+            if not rows[3] or not columns[3]:
+                continue
             taps = turned[..., rows[0] :: self.stride[0], columns[0] :: self.stride[1]].flip(2, 3)
             place = (..., *(slice(f, None, t) for (_, _, f, _), t in zip((rows, columns), self.stride, strict=True)))
             if not taps.numel():
@@ -259,11 +263,12 @@ class Convolution(LinearMap):
 
     def _kernel(self, a: Tensor, transform: Transform | None) -> Packed:
         """The packed convolution with the model's weights and bias, or with transformed ones and none."""
-        if transform not in self._kernels or self._kernels[transform].shape != a.shape:
+        known = self._kernels.get(transform)
+        if known is None or known.shape != a.shape:
             weight, bias = (self.weight, self._flat_bias) if transform is None else (transform(self.weight), None)
             how = self.stride, self._padding, self.dilation, self.groups
-            self._kernels[transform] = Packed(weight, bias, *how, a.shape)
-        return self._kernels[transform]
+            known = self._kernels[transform] = Packed(weight, bias, *how, a.shape)
+        return known
 
     def _packed(self, weight: Tensor) -> Tensor:
         return weight.contiguous(memory_format=torch.channels_last) if weight.ndim == 4 else weight
