@@ -286,8 +286,8 @@ class Sum(Operator):
 
     def activated(self, *values: Any) -> Any:
         """The ReLU of the sum."""
-        if self.parts == 2 and self.factors == (1, 1):
-            return torch.ops.aten._add_relu(*values)
+        if self.parts == 2 and self.factors == (1, 1) and values[0].device.type == "cpu":
+            return torch.ops.aten._add_relu(*values)  # in one pass, which other devices do not have
         return self.forward(*values).relu_()
 
     def shape(self, *values: Any) -> Any:
