@@ -65,7 +65,9 @@ def measure(settings: Settings) -> dict[str, Any]:
         run(HELP)
         found.append(json.loads(said) | {"help": time.perf_counter() - begin})
         found[-1]["first"] = found[-1]["plan"] + found[-1]["explain"]
-    return {"rounds": settings.rounds, "seconds": {name: min(each[name] for each in found) for name in ROWS}}
+    best = min(found, key=lambda each: each["first"])  # whose parts add up
+    alone = {name: min(each[name] for each in found) for name in ("import", "help")}
+    return {"rounds": settings.rounds, "seconds": best | alone}
 
 
 def run(code: str, *args: str) -> str:

@@ -22,7 +22,7 @@ import relprop
 from relprop.reproduction.tables import markdown
 
 BAR = 1.3
-WAYS: dict[str, dict[str, Any]] = {"`paper`": {}}
+WAYS: dict[str, dict[str, Any]] = {"`paper`": {}, "`paper`, `recompute=True`": {"recompute": True}}
 """What `relprop.explain` is asked for, by name; the first is judged."""
 
 # With a fixed threshold every buffer is mapped for itself and unmapped when it is freed: what is resident is in use.

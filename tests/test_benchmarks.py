@@ -13,7 +13,8 @@ BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 SECTIONS = ("cost", "growth", "memory", "first", "profile", "metrics")
 ROWS = {
     "cost": [
-        "relprop** `paper`",
+        "relprop** `paper` |",
+        "relprop** `paper`, `recompute=True`",
         "relprop** `epsilon`",
         "each further target",
         "gradient",
@@ -22,7 +23,12 @@ ROWS = {
         "zennit",
     ],
     "growth": ["images in a batch", "pixels a side", "layers of the ResNet", "targets of one image", "images in a row"],
-    "memory": ["activations that a forward pass keeps", "peak of `paper`", "images explained one by one"],
+    "memory": [
+        "activations that a forward pass keeps",
+        "peak of `paper` |",
+        "peak of `paper`, `recompute=True`",
+        "images explained one by one",
+    ],
     "first": ["import relprop", "relprop.plan", "first `relprop.explain`", "relprop --help"],
     "profile": [
         "true conv",

@@ -396,6 +396,7 @@ BAD: dict[str, tuple[str, str]] = {
     "model of plan": ("plan --model resnet", "There is no model 'resnet'"),
     "model of check": ("check PHOTO --model ResNeXt", "There is no model 'ResNeXt'"),
     "model of torchvision": ("plan --model torchvision:nothing", "There is no model 'torchvision:nothing'"),
+    "model of timm": ("plan --model timm:nothing", "There is no model 'timm:nothing'"),
     "model of nobody": ("plan --model keras:resnet50", "There are no models keras:NAME"),
     "empty model": ("plan --model=", "There is no model ''"),
     "weights": ("explain PHOTO --weights imagenet2k", "There are no weights 'imagenet2k' for resnet50"),
@@ -612,6 +613,8 @@ def test_an_interrupted_run_keeps_what_is_done_and_nothing_else(
     number: signal.Signals, code: int, photos: Path, tmp_path: Path
 ) -> None:
     out = tmp_path / "out"
+    # Jobs in the background of a shell ignore an interrupt, and so would their children.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
     started = subprocess.Popen(
         [COMMAND, "explain", photos, *SMALL, "--batch-size", "1", "--out", out],
         stdout=subprocess.DEVNULL,
@@ -619,6 +622,7 @@ def test_an_interrupted_run_keeps_what_is_done_and_nothing_else(
         text=True,
         env=os.environ | {"OMP_NUM_THREADS": "1"},
     )
+    signal.signal(signal.SIGINT, before)
     try:
         deadline = time.monotonic() + 60
         while not (out / "01").exists() and time.monotonic() < deadline:

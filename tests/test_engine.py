@@ -24,7 +24,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 import relprop
 from relprop import rules
 from relprop.compat import import_torchvision
-from relprop.sweep import Sweep
+from relprop.forward import Forward
 
 FORWARDS: list[str] = []
 """Grows by one at every call of a `Net`'s forward, traced or real; it lies outside of the model."""
@@ -589,8 +589,8 @@ def test_several_targets_equal_separate_calls(net: nn.Module, start: str) -> Non
 
 def test_several_targets_cost_one_forward_pass(net: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
-    forward = Sweep.forward
-    monkeypatch.setattr(Sweep, "forward", lambda self, *args, **kw: calls.append(1) or forward(self, *args, **kw))
+    forward = Forward.__call__
+    monkeypatch.setattr(Forward, "__call__", lambda self, *args, **kw: calls.append(1) or forward(self, *args, **kw))
     relprop.explain(net, images(), torch.tensor([[0, 3, 3], [4, 1, 0]]))
     assert len(calls) == 1
 
@@ -869,9 +869,9 @@ def test_attribute_takes_and_gives_tuples_and_options(net: nn.Module, capsys: py
 def computed(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     """All that really computed something: the engine's forward passes, and calls of modules on real tensors."""
     calls: list[str] = []
-    forward = Sweep.forward
+    forward = Forward.__call__
 
-    def counted(self: Sweep, *args: Any, **kwargs: Any) -> Any:
+    def counted(self: Forward, *args: Any, **kwargs: Any) -> Any:
         calls.append("sweep")
         return forward(self, *args, **kwargs)
 
@@ -881,7 +881,7 @@ def computed(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
         if any(isinstance(a, Tensor) and a.device.type != "meta" and not isinstance(a, FakeTensor) for a in args):
             calls.append(type(module).__name__)
 
-    monkeypatch.setattr(Sweep, "forward", counted)
+    monkeypatch.setattr(Forward, "__call__", counted)
     handle = nn.modules.module.register_module_forward_pre_hook(noted)
     yield calls
     handle.remove()

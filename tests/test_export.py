@@ -26,7 +26,7 @@ def swept(graph: Graph, tensors: tuple[Tensor, ...], preset: str) -> tuple[Tenso
     """Output, relevance of the first class, and ledger."""
     sweep = Sweep(plans.make(graph, preset))
     with torch.no_grad():
-        sweep.shapes(*tensors)
+        sweep.forward.shapes(*tensors)
         record = sweep.forward(*tensors)
         start = torch.zeros_like(record.output)[None]
         start[:, :, 0] = 1

@@ -20,6 +20,10 @@ GEOMETRIES = [
     (1, 2, 0, 1, 1),
     (1, 3, 0, 1, 4),
     (3, 2, 1, 1, 1),
+    (5, 3, 0, 1, 4),
+    (2, 3, 1, 1, 1),  # pixels that no output sees
+    (7, 2, 3, 1, 1),
+    (3, 2, 2, 2, 1),
     (3, 1, 1, 1, 4),
     (3, 1, 1, 1, 8),
 ]
@@ -83,3 +87,14 @@ def test_what_does_not_lie_alike_has_no_tiles() -> None:
     assert not tileable(a[:, ::2], a[:, ::2])
     assert tileable(a[:1], a[:1].as_strided((1, 64, 40, 40), (7, 1600, 40, 1)))
     assert not tileable(a[:1].expand_as(a))
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_a_strided_convolution_of_next_to_nothing(size: int) -> None:
+    weight = torch.rand(4, 8, 3, 3)
+    linear = Convolution(weight, None, [2, 2], [(1, 1)] * 2, [1, 1], 1)
+    a = torch.rand(2, 8, size, 1).requires_grad_()
+    s = torch.rand_like(F.conv2d(a, weight, stride=2, padding=1))
+    (back,) = torch.autograd.grad(F.conv2d(a, weight, stride=2, padding=1), a, s)
+    found = linear.shares(s[None], same, a.shape[1:], a.detach())
+    torch.testing.assert_close(found[0], back * a.detach())

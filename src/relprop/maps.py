@@ -10,7 +10,9 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from functools import cached_property
+from itertools import product
 from math import prod
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,6 +22,9 @@ from relprop.kernels import Packed, packable
 
 Transform = Callable[[Tensor], Tensor]
 """An elementwise change of weights, such as their positive part."""
+
+_Phase = tuple[tuple[Any, ...], list[int], Packed | None]
+"""Places of the input within a step, what is padded around the outputs for them, and what is then convolved."""
 
 
 class LinearMap(ABC):
@@ -96,6 +101,10 @@ class LinearMap(ABC):
 class Dense(LinearMap):
     """A matrix on the last axis: ``nn.Linear``."""
 
+    def shape(self, before: Sequence[int]) -> tuple[int, ...]:
+        """The shape that the map makes of another, which it fits."""
+        return (*before[:-1], self.weight.shape[0])
+
     def spread(self, s: Tensor, shape: Sequence[int]) -> Tensor:
         # Summed by torch, pairwise: a product with ones would round thousands of equal numbers to the same side.
         return s.sum(-1, keepdim=True).expand(*s.shape[:-1], shape[-1])
@@ -142,7 +151,7 @@ class Convolution(LinearMap):
         self._flat_bias = bias
         self._forward: Tensor | None = None
         self._kernels: dict[Transform | None, Packed] = {}
-        self._back: dict[Transform, Packed] = {}
+        self._back: dict[Transform, tuple[Any, list[_Phase]]] = {}
         self._padding = [before for before, after in padding]
         # Convolutions pad both sides alike; what is over on the far side is padded, and cropped on the way back, by
         # hand.
@@ -158,6 +167,23 @@ class Convolution(LinearMap):
             self._forward = self._packed(self.weight)
         return self._convolve(a, self._forward, self._flat_bias, self.groups)
 
+    def shape(self, before: Sequence[int]) -> tuple[int, ...]:
+        """The shape that the map makes of another, which it fits.
+
+        Raises:
+            ValueError: If the kernel is larger than what it is to slide over.
+        """
+        sizes = []
+        for n, k, s, d, (near, far) in zip(
+            before[2:], self.weight.shape[2:], self.stride, self.dilation, self.padding, strict=True
+        ):
+            room = n + near + far - d * (k - 1) - 1
+            if room < 0:
+                msg = f"its kernel of {d * (k - 1) + 1} is larger than the input's {n}, padding included"
+                raise ValueError(msg)
+            sizes.append(room // s + 1)
+        return (before[0], self.weight.shape[0], *sizes)
+
     def activated(self, a: Tensor) -> Tensor:
         return self._kernel(a, None)(a, relu=True) if self._packs(a) else self(a).relu_()
 
@@ -165,46 +191,84 @@ class Convolution(LinearMap):
         return self._kernel(a, transform)(a) if self._packs(a) else super().sums(a, transform)
 
     def shares(self, s: Tensor, transform: Transform, shape: Sequence[int], times: Tensor | None = None) -> Tensor:
-        step = self._step
-        if step is None or times is None or not packable(s[0]) or 0 in s.stride():
+        if len(self.stride) != 2 or times is None or not packable(s[0]) or 0 in s.stride() or not self._has_phases:
             return super().shares(s, transform, shape, times)
         targets, s = len(s), s.flatten(0, 1)
-        if transform not in self._back or self._back[transform].shape != s.shape:
-            self._back[transform] = self._reversed(transform(self.weight), s.shape)
-        kernel, seen = self._back[transform], times[..., ::step, ::step]
-        c: Tensor = kernel(s, times=seen) if targets == 1 else kernel(s).unflatten(0, (targets, -1)).mul_(seen)
-        if step > 1:  # a kernel of one pixel: what lies between the steps is seen by no output
-            between = c.reshape(len(s), *c.shape[-3:])
-            c = torch.empty((len(s), *shape), dtype=s.dtype, memory_format=torch.channels_last).zero_()
-            c[..., ::step, ::step] = between
-        return c.reshape(targets, -1, *shape)
+        key = (s.shape, tuple(shape))
+        known = self._back.get(transform)  # read once: another thread may put another shape's there
+        if known is None or known[0] != key:
+            known = self._back[transform] = key, self._phases(transform(self.weight), s.shape, shape)
+        phases = known[1]
+        result = torch.empty((len(s), *shape), dtype=s.dtype, memory_format=torch.channels_last)
+        for place, around, kernel in phases:
+            if kernel is None:  # what no output sees
+                result[place] = 0
+                continue
+            near = F.pad(s, around) if any(around) else s
+            if targets > 1:
+                part = kernel(near).unflatten(0, (targets, -1)).mul_(times[place]).flatten(0, 1)
+            else:
+                part = kernel(near, times=times[place])
+            if len(phases) == 1:
+                result = part
+            else:
+                result[place] = part
+        return result.reshape(targets, -1, *shape)
 
     @cached_property
-    def _step(self) -> int | None:
-        """The stride, where the transpose is a convolution of stride one of every so many pixels; else None."""
-        if len(self.stride) != 2 or any(self._extra) or self.stride[0] != self.stride[1]:
-            return None
-        sides = zip(self.weight.shape[2:], self._padding, self.dilation, strict=True)
-        if self.stride == [1, 1]:
-            return 1 if all(d * (k - 1) >= p for k, p, d in sides) else None
-        return self.stride[0] if all((k, p) == (1, 0) for k, p, _ in sides) else None
+    def _has_phases(self) -> bool:
+        """Whether the transpose is best done as convolutions of stride one."""
+        simple = self.dilation == [1, 1] or self.stride == [1, 1]
+        return simple and not self._by_phases_pays(self.weight, self.groups)
+
+    def _phases(self, weight: Tensor, after: Sequence[int], before: Sequence[int]) -> list[_Phase]:
+        """The transpose as convolutions of stride one, one for every place within a step.
+
+        Input ``y = t u + f`` sees output ``j`` through tap ``k = y + p - t j``. With ``f + p = t q + c``, the taps
+        ``c + t m`` meet it at ``j = u + q - m``: a convolution with every t-th tap, turned around.
+        """
+        axes = [
+            [
+                ((f + p) % t, (f + p) // t, f, -(-(n - f) // t))  # first tap, its shift, place, number of places
+                for f in range(t)
+            ]
+            for n, p, t in zip(before[1:], self._padding, self.stride, strict=True)
+        ]
+        turned = weight.unflatten(0, (self.groups, -1)).transpose(1, 2).flatten(0, 1)
+        phases: list[_Phase] = []
+        for rows, columns in product(*axes):
+            if not rows[3] or not columns[3]:
+                continue
+            taps = turned[..., rows[0] :: self.stride[0], columns[0] :: self.stride[1]].flip(2, 3)
+            place = (..., *(slice(f, None, t) for (_, _, f, _), t in zip((rows, columns), self.stride, strict=True)))
+            if not taps.numel():
+                phases.append((place, [], None))
+                continue
+            around: list[int] = []
+            for axis, (_, shift, _, count) in ((1, columns), (0, rows)):
+                around += [
+                    self.dilation[axis] * (taps.shape[2 + axis] - 1) - shift,
+                    shift + count - after[2 + axis],
+                ]
+            even = around[0] == around[1] >= 0 and around[2] == around[3] >= 0
+            inside = [around[2], around[0]] if even else [0, 0]
+            around = [0] * 4 if even else around
+            padded = (*after[:2], after[2] + around[2] + around[3], after[3] + around[0] + around[1])
+            kernel = Packed(taps, None, [1, 1], inside, self.dilation, self.groups, padded)
+            phases.append((place, around, kernel))
+        return phases
 
     def _packs(self, a: Tensor) -> bool:
         return packable(a) and not any(self._extra)
 
     def _kernel(self, a: Tensor, transform: Transform | None) -> Packed:
         """The packed convolution with the model's weights and bias, or with transformed ones and none."""
-        if transform not in self._kernels or self._kernels[transform].shape != a.shape:
+        known = self._kernels.get(transform)
+        if known is None or known.shape != a.shape:
             weight, bias = (self.weight, self._flat_bias) if transform is None else (transform(self.weight), None)
             how = self.stride, self._padding, self.dilation, self.groups
-            self._kernels[transform] = Packed(weight, bias, *how, a.shape)
-        return self._kernels[transform]
-
-    def _reversed(self, weight: Tensor, shape: Sequence[int]) -> Packed:
-        """The transpose as a convolution: axes of channels swapped within each group, kernels turned around."""
-        turned = weight.unflatten(0, (self.groups, -1)).transpose(1, 2).flatten(0, 1).flip(2, 3)
-        sides = zip(weight.shape[2:], self._padding, self.dilation, strict=True)
-        return Packed(turned, None, [1, 1], [d * (k - 1) - p for k, p, d in sides], self.dilation, self.groups, shape)
+            known = self._kernels[transform] = Packed(weight, bias, *how, a.shape)
+        return known
 
     def _packed(self, weight: Tensor) -> Tensor:
         return weight.contiguous(memory_format=torch.channels_last) if weight.ndim == 4 else weight

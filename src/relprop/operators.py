@@ -181,7 +181,7 @@ class Linear(Mapped):
         return self.linear(values[0])
 
     def shape(self, *values: Any) -> Any:
-        return self.linear.apply(values[0], self.linear.weight.to("meta"))
+        return values[0].new_empty(self.linear.shape(values[0].shape))
 
     def folded(self, norm: BatchNorm) -> LinearMap:
         """The map with a batch norm behind it folded in, computed once."""
@@ -286,8 +286,8 @@ class Sum(Operator):
 
     def activated(self, *values: Any) -> Any:
         """The ReLU of the sum."""
-        if self.parts == 2 and self.factors == (1, 1):
-            return torch.ops.aten._add_relu(*values)
+        if self.parts == 2 and self.factors == (1, 1) and values[0].device.type == "cpu":
+            return torch.ops.aten._add_relu(*values)  # in one pass, which other devices do not have
         return self.forward(*values).relu_()
 
     def shape(self, *values: Any) -> Any:

@@ -124,7 +124,8 @@ class Sweep:
             a = record.values[node.inputs[0]]
             if treatment.rule is None:
                 return Handed((op.pool.winners(a, record.values[i], r),), {})
-            if a.amin() == -torch.inf:  # padded by hand, with what no maximum can be
+            # Padded by hand, perhaps, with what no maximum can be; an accelerator would have to stop for the answer.
+            if a.device.type != "cpu" or a.amin() == -torch.inf:
                 a = a.clamp(min=torch.finfo(a.dtype).min / 2**20)
             linear: LinearMap = (op.halves if treatment.halves else op.pool).average(a)
             return treatment.rule(linear, a, r, nonnegative=self._is_nonnegative(node.inputs[0]))

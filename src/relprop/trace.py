@@ -8,13 +8,16 @@ place is rewritten to its safe twin.
 from __future__ import annotations
 
 import inspect
+import linecache
 import operator
 import os
+import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import torch
@@ -139,7 +142,6 @@ class Tracer(fx.Tracer):
 
     def __init__(self, form: Form | None = None, hooked: bool = False) -> None:
         super().__init__(autowrap_modules=())  # type: ignore[arg-type] # a tuple of none is one, too
-        self.record_stack_traces = True
         self._form, self._hooked = form, hooked
         self._preparing = False
         self.around: dict[fx.Node, tuple[Call, ...]] = {}
@@ -207,6 +209,7 @@ class Tracer(fx.Tracer):
     def create_node(self, *args: Any, **kwargs: Any) -> fx.Node:
         node = super().create_node(*args, **kwargs)
         self.around[node] = self._stack
+        node.stack_trace = _line()  # fx would do it, but has to load torch's compiler for that
         return node
 
 
@@ -462,6 +465,17 @@ def _aliases(nodes: Sequence[Node], ref: Ref) -> set[Ref]:
         return root(op.inputs[0].node) if isinstance(op, Elementwise) and op.alias else i
 
     return {Ref(i) for i in range(len(nodes)) if root(i) == root(ref.node)}
+
+
+def _line() -> str | None:
+    """The line of the model that is running now, written as in a traceback."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename.startswith(_NOT_THE_MODEL):
+        frame = frame.f_back
+    if frame is None:
+        return None
+    file, line, function = frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name
+    return f'  File "{file}", line {line}, in {function}\n    {linecache.getline(file, line).strip()}'
 
 
 def _source(n: fx.Node) -> str:
