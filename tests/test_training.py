@@ -392,6 +392,11 @@ def test_birds_are_trained_and_the_weights_are_taken(
     table = capsys.readouterr().out.splitlines()
     assert [line.split("|")[1].strip() for line in table] == ["seed", "---:", "0", "1", "mean"]
     assert " ± " in table[-1]
+    assert table == training.tabulate([training.Outcome.read(out / f"seed{seed}") for seed in (0, 1)]).splitlines()
+    with pytest.raises(RelpropError, match="holds no training that was finished"):
+        training.Outcome.read(out)
+    with Image.open(out / "seed1" / "curve.png") as picture:
+        assert picture.width > picture.height > 200
     path = out / "seed1" / "weights.safetensors"
     model = relprop.load("resnet18", path)
     assert model.classes == ("001.amber", "002.blue", "003.green")

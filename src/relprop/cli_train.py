@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
-from statistics import mean, stdev
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
@@ -16,7 +15,7 @@ from relprop.errors import RelpropError
 from relprop.runs import DONE, SOME_FAILED, load_model, stderr
 
 if TYPE_CHECKING:
-    from relprop.training import Finding, Outcome
+    from relprop.training import Finding
 
 _EVERY = 30.0
 """Seconds between two lines of progress where there is no terminal."""
@@ -85,7 +84,7 @@ def train(
     )
     outcomes = [run(each) for each in range(seed, seed + seeds)]
     if fabric.is_global_zero:
-        typer.echo(_table(outcomes))
+        typer.echo(training.tabulate(outcomes))
     return DONE
 
 
@@ -95,19 +94,6 @@ def _report(found: list[Finding], data: Path) -> int:
     grave = sum(finding.grave for finding in found)
     typer.echo(f"{data} has {grave} missing or damaged files." if grave else f"{data} can be trained with.")
     return SOME_FAILED if grave else DONE
-
-
-def _table(outcomes: list[Outcome]) -> str:
-    lines = ["| seed | epochs | best | validation loss | validation accuracy | test loss | test accuracy |"]
-    lines.append("|" + " ---: |" * 7)
-    columns = ("validation_loss", "validation_accuracy", "test_loss", "test_accuracy")
-    for o in outcomes:
-        numbers = " | ".join(f"{getattr(o, name):.4f}" for name in columns)
-        lines.append(f"| {o.seed} | {o.epochs} | {o.best_epoch} | {numbers} |")
-    if len(outcomes) > 1:
-        spread = [[getattr(o, name) for o in outcomes] for name in columns]
-        lines.append(f"| mean | | | {' | '.join(f'{mean(v):.4f} ± {stdev(v):.4f}' for v in spread)} |")
-    return "\n".join(lines)
 
 
 class _Watch:

@@ -6,7 +6,7 @@
 from relprop.training.damage import Finding, birds, refuse, unreadable
 from relprop.training.parts import Parts, open_birds, open_folder
 from relprop.training.recipe import Recipe
-from relprop.training.run import Outcome, Training, devices
+from relprop.training.run import Outcome, Training, devices, tabulate
 
 __all__ = [
     "Finding",
@@ -19,5 +19,6 @@ __all__ = [
     "open_birds",
     "open_folder",
     "refuse",
+    "tabulate",
     "unreadable",
 ]

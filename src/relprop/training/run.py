@@ -5,10 +5,11 @@ from __future__ import annotations
 import hashlib
 import importlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from importlib.metadata import version
 from pathlib import Path
+from statistics import mean, stdev
 from typing import TYPE_CHECKING, Any
 
 from relprop import weights
@@ -16,6 +17,7 @@ from relprop.catalogue import CLASSES, PREPARATION
 from relprop.datasets import Dataset
 from relprop.errors import RelpropError
 from relprop.study import manifest
+from relprop.training import curve
 from relprop.training.features import Features, Tick
 from relprop.training.feeds import Feed, Kept, Photos
 from relprop.training.network import ALL, Network, build
@@ -27,7 +29,7 @@ from relprop.zoo import Model
 if TYPE_CHECKING:
     from lightning_fabric import Fabric
 
-__all__ = ["Outcome", "Training", "devices"]
+__all__ = ["Outcome", "Training", "devices", "tabulate"]
 
 WEIGHTS = "weights.safetensors"
 
@@ -76,6 +78,32 @@ class Outcome:
     test_loss: float
     test_accuracy: float
 
+    @classmethod
+    def read(cls, folder: Path) -> Outcome:
+        """What the manifest in a seed's folder says.
+
+        Raises:
+            RelpropError: If there is none.
+        """
+        try:
+            return cls(**{**manifest.read(folder)["outcome"], "weights": folder / WEIGHTS})
+        except (KeyError, TypeError) as error:
+            raise RelpropError(f"{folder} holds no training that was finished.") from error
+
+
+def tabulate(outcomes: Sequence[Outcome]) -> str:
+    """A line for each seed, and their means with standard deviations, as Markdown."""
+    lines = ["| seed | epochs | best | validation loss | validation accuracy | test loss | test accuracy |"]
+    lines.append("|" + " ---: |" * 7)
+    columns = ("validation_loss", "validation_accuracy", "test_loss", "test_accuracy")
+    for o in outcomes:
+        numbers = " | ".join(f"{getattr(o, name):.4f}" for name in columns)
+        lines.append(f"| {o.seed} | {o.epochs} | {o.best_epoch} | {numbers} |")
+    if len(outcomes) > 1:
+        spread = [[getattr(o, name) for o in outcomes] for name in columns]
+        lines.append(f"| mean | | | {' | '.join(f'{mean(v):.4f} ± {stdev(v):.4f}' for v in spread)} |")
+    return "\n".join(lines)
+
 
 def _quiet(*_: Any) -> None:
     """Tells nobody."""
@@ -123,7 +151,7 @@ class Training:
         request = self._request(parts, seed)
         facts = manifest.read(folder)
         if facts.get("request") == request and facts.get("recipe", {}).get("epochs") == self.recipe.epochs:
-            found = Outcome(**{**facts["outcome"], "weights": folder / WEIGHTS})
+            found = Outcome.read(folder)
             if found.weights.is_file() and weights.sha256_of(found.weights) == facts["sha256"]:
                 self.say(f"seed {seed}: is there already")
                 return found
@@ -148,6 +176,7 @@ class Training:
         )
         if self.fabric.is_global_zero:
             self._write(network, parts, outcome, request, began)
+            curve.plot(epochs, folder / "curve.png", f"{parts.train.name}, {self.part}, seed {seed}")
         self.fabric.barrier()
         self.say(f"seed {seed}: test loss {test[0]:.3f}, accuracy {test[1]:.4f}; {outcome.weights}")
         return outcome
