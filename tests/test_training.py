@@ -342,6 +342,8 @@ def test_what_is_missing_or_damaged_is_named_by_file(birds: Path) -> None:
     assert {f.path for f in training.birds(birds, deep=False) if f.grave} == {gone, empty}
     (birds / "classes.txt").write_text("1 001.amber\n")
     assert any("names 1" in f.what and f.grave for f in training.birds(birds))
+    (birds / "train_test_split.txt").write_text("".join(f"{i} 0\n" for i in range(1, 31)))
+    assert [f.what for f in training.birds(birds)] == ["has no images in the split 'train'; there are test, train, all"]
     (birds / "train_test_split.txt").unlink()
     assert [f.what for f in training.birds(birds)] == ["is missing"]
 

@@ -55,7 +55,7 @@ def birds(root: Path, *, deep: bool = True) -> Iterator[Finding]:
     try:
         every, train, test = (cub.read(root, split) for split in ("all", "train", "test"))
     except RelpropError as error:
-        yield Finding(home, str(error))
+        yield Finding(home, str(error).removeprefix(str(home)).strip().rstrip("."))
         return
     assert every is not None  # its tables are there
     assert train is not None
