@@ -1,6 +1,6 @@
 """The paper's column for CUB-200-2011: several trainings, their means and standard deviations, and the masks."""
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import numpy as np
@@ -12,8 +12,9 @@ from PIL import Image
 from relprop import RelpropError, datasets, weights, zoo
 from relprop.cli import main
 from relprop.reproduction import CLAIMS
-from relprop.reproduction.birds import EVERY_SEED, LOCAL, PAPER, Birds, found, localisation, table
-from relprop.study import Row
+from relprop.reproduction.birds import EVERY_SEED, LOCAL, PAPER, Birds, found, localisation, refresh, table
+from relprop.study import Journal, Row, manifest
+from relprop.training import Outcome
 
 
 @pytest.fixture
@@ -98,6 +99,24 @@ def test_every_training_is_measured_the_first_by_all_methods(birds: Path, tmp_pa
         wrong()
 
 
+def test_a_page_has_the_trainings_and_the_tables(tmp_path: Path) -> None:
+    for seed in (0, 1):
+        outcome = Outcome(seed, Path("weights.safetensors"), 9, 3, 1.0, 0.5, 2.0, 0.25 + 0.5 * seed)
+        (tmp_path / "head" / f"seed{seed}").mkdir(parents=True)
+        manifest.write(tmp_path / "head" / f"seed{seed}", {"outcome": asdict(outcome)})
+        with Journal(tmp_path / "table1" / f"seed{seed}" / "journal.sqlite") as journal:
+            journal.add([row("a", "grad-cam", 0.5 + seed), row("a", "grad-cam", 0.25, metric="mass-accuracy")])
+    page = tmp_path / "README.md"
+    names = ("head", "table1", "localisation")
+    page.write_text("".join(f"<!-- {name} -->\n<!-- /{name} -->\n" for name in names))
+    assert code("reproduce", "page", "--dataset", "cub", "--out", str(tmp_path)) == 0
+    text = page.read_text()
+    assert cells(text, "mean")[-1] == "0.5000 ± 0.3536"
+    assert cells(text, "Grad-CAM")[6] == "1.000 ± 0.707"
+    assert cells(text, "Grad-CAM", 1)[2] == "0.250 ± 0.000"
+    assert refresh(text, tmp_path) == text
+
+
 def test_the_networks_of_a_training_are_found(tmp_path: Path) -> None:
     for seed in (1, 0):
         (tmp_path / f"seed{seed}").mkdir()
@@ -115,7 +134,7 @@ def test_the_verb(birds: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str
         assert code(*ask, *more) == 2
         assert said in capsys.readouterr().err
     assert code("reproduce", "table2", "--dataset", "cub") == 2
-    assert "the paper has table1, and no 'table2'" in capsys.readouterr().err
+    assert "there are table1 and page, and no 'table2'" in capsys.readouterr().err
     module = zoo.load("resnet18", "random").module
     module.fc = torch.nn.Linear(512, 9)
     (tmp_path / "seed0").mkdir()

@@ -48,19 +48,14 @@ def reproduce(
     """
     from relprop import datasets
     from relprop.memory import keep_freed
-    from relprop.reproduction.page import refresh
     from relprop.reproduction.work import BARE, TASKS, WHERE, Work
 
+    if name == PAGE:
+        return _page(page or out / "README.md", out, dataset)
     if dataset == "cub":
         return _birds(name, data, limit, costly, model, weights, batch_size, out)
-    if name not in (*TASKS, PAGE, ALL):
+    if name not in (*TASKS, ALL):
         raise RelpropError(f"There is no {name!r} to reproduce; there are {', '.join(TASKS)}, {PAGE} and {ALL}.")
-    if name == PAGE:
-        path = page or out / "README.md"
-        if not path.is_file():
-            raise RelpropError(f"There is no page {path}; pass one with blocks such as <!-- table1 --> as --page.")
-        path.write_text(refresh(path.read_text(), out))
-        return DONE
     keep_freed()
     images = None if data is None else datasets.open(data).first()
     chosen = TASKS if name == ALL else [name]
@@ -73,6 +68,16 @@ def reproduce(
     return _failed(work.failures)
 
 
+def _page(path: Path, out: Path, dataset: str) -> int:
+    from relprop.reproduction import birds, page
+
+    if not path.is_file():
+        raise RelpropError(f"There is no page {path}; pass one with blocks such as <!-- table1 --> as --page.")
+    refresh = birds.refresh if dataset == "cub" else page.refresh
+    path.write_text(refresh(path.read_text(encoding="utf-8"), out), encoding="utf-8")
+    return DONE
+
+
 def _birds(
     name: str, data: Path | None, limit: int, costly: int, model: str, weights: str, batch_size: int, out: Path
 ) -> int:
@@ -81,7 +86,7 @@ def _birds(
     from relprop.reproduction.birds import Birds, found
 
     if name != "table1":
-        raise RelpropError(f"Of CUB-200-2011 the paper has table1, and no {name!r}.")
+        raise RelpropError(f"Of CUB-200-2011 there are table1 and page, and no {name!r}.")
     if data is None:
         raise RelpropError("This needs images; pass --data DIR with CUB-200-2011 in its official layout.")
     keep_freed()

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
 
+from relprop import training
 from relprop.datasets import Dataset
 from relprop.errors import RelpropError
 from relprop.methods import Method
 from relprop.reproduction.claims import CLAIMS, CONTROLS
+from relprop.reproduction.page import written
 from relprop.reproduction.tables import PUBLISHED, SCORES, TIE_SAFE, markdown, measure
 from relprop.study import Row, read
 
-__all__ = ["LOCAL", "PAPER", "Birds", "found", "localisation", "table"]
+__all__ = ["LOCAL", "PAPER", "Birds", "found", "localisation", "refresh", "table"]
 
 PAPER: Mapping[str, Sequence[tuple[float, float]]] = {
     "captum-lrp": ((0.058, 0.002), (0.047, 0.001), (0.011, 0.000)),
@@ -34,7 +37,8 @@ EVERY_SEED = ("released+hq-released", "released", "paper", "grad-cam", *(line.me
 LOCAL = ("pointing-game", "mass-accuracy", "rank-accuracy", "effective-heat-ratio")
 """How well maps find the bird, by its mask."""
 
-_LINES = (*CLAIMS["table1"].lines, *CONTROLS)
+TABLE = "table1"
+_LINES = (*CLAIMS[TABLE].lines, *CONTROLS)
 _WEIGHTS = "weights.safetensors"
 
 
@@ -91,7 +95,7 @@ class Birds:
                     f"The network of {seed} has {model.outputs} classes and {self.data.name} has "
                     f"{len(self.data.classes or ())}; pass weights that were trained on it."
                 )
-            methods = CLAIMS["table1"].methods
+            methods = CLAIMS[TABLE].methods
             chosen: list[Method] = [m for m in methods if number == 0 or m.name in EVERY_SEED]
             asked = {"costly": self.costly, "batch_size": self.batch_size, **self.settings}
             asked = {"metrics": ("insertion-deletion", *LOCAL), **asked}
@@ -104,7 +108,7 @@ class Birds:
         """Measures, and writes the tables beside the rows."""
         rows = self.measured()
         text = f"{table(rows)}\n\n{localisation(rows)}"
-        (self.out / "table1.md").write_text(text + "\n", encoding="utf-8")
+        (self.out / f"{TABLE}.md").write_text(text + "\n", encoding="utf-8")
         return text
 
 
@@ -133,6 +137,24 @@ def localisation(seeds: Seeds) -> str:
         cells = [_shown(means.get((line.method, name, name), {})) for name in LOCAL]
         body.append([line.label, *cells, *_counts(means.get((line.method, LOCAL[0], LOCAL[0]), {}))])
     return markdown(body)
+
+
+def refresh(text: str, folder: Path) -> str:
+    """A page with its blocks written anew: trainings by what was trained, and the two tables.
+
+    Args:
+        text: The page.
+        folder: Results: ``head`` and ``layer4`` as ``relprop train`` writes them, ``table1`` as :class:`Birds` does.
+    """
+
+    def trainings(part: str) -> str:
+        return training.tabulate([training.Outcome.read(place) for place in sorted((folder / part).glob("seed*"))])
+
+    def seeds() -> Seeds:
+        return {place.name: read(place) for place in sorted((folder / TABLE).glob("seed*"))}
+
+    blocks: dict[str, Callable[[], str]] = {part: partial(trainings, part) for part in ("head", "layer4", "all")}
+    return written(text, {**blocks, TABLE: lambda: table(seeds()), "localisation": lambda: localisation(seeds())})
 
 
 Mean = tuple[float, int]

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 
 from relprop.errors import RelpropError
@@ -18,7 +19,7 @@ from relprop.reproduction.claims import CLAIMS
 from relprop.reproduction.tables import by_class, tabulate
 from relprop.study import Row, read
 
-__all__ = ["BLOCKS", "refresh"]
+__all__ = ["BLOCKS", "refresh", "written"]
 
 _BLOCK = re.compile(r"<!-- (?P<name>[\w-]+) -->\n.*?<!-- /(?P=name) -->", re.S)
 
@@ -42,12 +43,21 @@ def refresh(text: str, folder: Path) -> str:
         RelpropError: If the folder holds no study, or a block is unknown.
     """
     results = Results(folder)
+    return written(text, {name: partial(block, results) for name, block in BLOCKS.items()})
+
+
+def written(text: str, blocks: Mapping[str, Callable[[], str]]) -> str:
+    """A page with its blocks written by these.
+
+    Raises:
+        RelpropError: If a block is unknown.
+    """
 
     def block(found: re.Match[str]) -> str:
         name = found["name"]
-        if name not in BLOCKS:
-            raise RelpropError(f"There is no block {name!r}; there are {', '.join(BLOCKS)}.")
-        return f"<!-- {name} -->\n{BLOCKS[name](results)}\n<!-- /{name} -->"
+        if name not in blocks:
+            raise RelpropError(f"There is no block {name!r}; there are {', '.join(blocks)}.")
+        return f"<!-- {name} -->\n{blocks[name]()}\n<!-- /{name} -->"
 
     return _BLOCK.sub(block, text)
 
