@@ -39,6 +39,9 @@ def train(
     step: Annotated[int, typer.Option(min=1, help="The rate is divided by ten every so many epochs.")] = 30,
     patience: Annotated[int, typer.Option(min=1, help="Epochs without a lower validation loss that end it.")] = 6,
     views: Annotated[int, typer.Option(min=1, help="Kept views of a photo, where a part is frozen.")] = 2,
+    features: Annotated[
+        Path | None, typer.Option(help="Where those are, for several trainings.", show_default="OUT/features")
+    ] = None,
     accelerator: Annotated[str, typer.Option(help="auto, cpu, gpu, mps: as Lightning Fabric calls them.")] = "auto",
     devices: Annotated[str, typer.Option(help="How many; auto takes all.")] = "1",
     precision: Annotated[Literal["32-true", "bf16-mixed"], typer.Option(help="Of training.")] = "32-true",
@@ -80,7 +83,7 @@ def train(
     watch = _Watch(quiet=not fabric.is_global_zero)
     watch.say(str(parts(data, seed)))
     run = training.Training(
-        net, lambda s: parts(data, s), place, fabric, recipe, part, views, workers, watch.say, watch.tick
+        net, lambda s: parts(data, s), place, fabric, recipe, part, views, workers, features, watch.say, watch.tick
     )
     outcomes = [run(each) for each in range(seed, seed + seeds)]
     if fabric.is_global_zero:

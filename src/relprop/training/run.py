@@ -116,12 +116,13 @@ class Training:
     Attributes:
         model: What ``relprop.load`` returns; it is not changed.
         parts: From a seed to the parts of the dataset.
-        out: The folder; each seed has its own in it, and the features theirs.
+        out: The folder; each seed has its own in it.
         fabric: Which devices, at which precision.
         recipe: How.
         part: What is trained: ``"all"``, ``"head"`` or a stage, such as ``"layer4"``, and all behind it.
         views: How many views of a training photo the features are of.
         workers: Threads that decode.
+        features: Where features are kept, for any trainings that have the same frozen part; by default in ``out``.
         say: Told what happens, in lines.
         tick: Told how far it is.
     """
@@ -134,6 +135,7 @@ class Training:
     part: str = ALL
     views: int = 2
     workers: int = 2
+    features: Path | None = None
     say: Callable[[str], None] = _quiet
     tick: Tick = _quiet
 
@@ -189,9 +191,10 @@ class Training:
             return photos, photos
         frozen = self.fabric.to_device(network.frozen)
         pool = replace(parts.train, samples=(*parts.train, *parts.validation))
+        home = self.features or self.out / "features"
         asked = [(pool, self.views), (replace(parts.test, name=f"{parts.test.name}, test"), 1)]
         fit, exam = (
-            Kept(Features.of(data, frozen, wants, self.out / "features", count=n, workers=self.workers, tick=self.tick))
+            Kept(Features.of(data, frozen, wants, home, count=n, workers=self.workers, tick=self.tick))
             for data, n in asked
         )
         return fit, exam
