@@ -76,6 +76,7 @@ def test_means_over_images_then_over_trainings() -> None:
     assert cells(text, "ours: (iv), raw, exact conservation")[6:] == ["0.400", "", "", "", "1", "1"]
     assert cells(text, "random map")[-2:] == ["0", "0"]
     assert "classify 75.0 ± 35.4 % of these" in text
+    assert table({}).endswith("Nothing has been measured yet.")
     local = localisation({"seed0": [row("a", "grad-cam", 0.25, metric="mass-accuracy")]})
     assert cells(local, "Grad-CAM")[2] == "0.250"
 

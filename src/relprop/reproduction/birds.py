@@ -192,5 +192,8 @@ def _accuracy(seeds: Seeds) -> str:
     right = []
     for rows in seeds.values():
         images = {row.image: row.label == row.target for row in rows}
-        right.append(100 * mean(images.values()))
+        if images:
+            right.append(100 * mean(images.values()))
+    if not right:
+        return "Nothing has been measured yet."
     return f"The networks classify {_spread(right, '.1f')} % of these images rightly."
