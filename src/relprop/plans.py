@@ -20,9 +20,10 @@ from relprop.attention import Matrices
 from relprop.errors import RelpropError
 from relprop.gates import Product
 from relprop.graph import Graph, Node
+from relprop.mapped import BatchNorm, Mapped
 from relprop.merges import RATIO, SIGNED, Shares, Split
 from relprop.norms import Norm
-from relprop.operators import BatchNorm, Mapped, MaxPool, Operator, Sum, Unknown
+from relprop.operators import MaxPool, Operator, Sum, Unknown
 from relprop.rules import Rule, epsilon, flat, gamma, wplus, zbox, zplus
 from relprop.transforms import same
 
