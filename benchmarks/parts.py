@@ -30,7 +30,7 @@ PARTS = {
     "sums and pools, forward": ["operators:Operator.forward", "operators:Sum.activated"],
     POSITIVE: ["maps:LinearMap.sums"],
     TRANSPOSED: ["maps:LinearMap.shares"],
-    "divisions": ["rules:_divide", "rules:Rule._stabilise"],
+    "divisions": ["divisions:divide", "rules:Rule._stabilise"],
     "dead units": ["maps:LinearMap.spread", "maps:LinearMap.fans"],
     "splits": ["merges:Split.__call__"],
     "sums of the ledger": ["ledger:total"],

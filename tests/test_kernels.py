@@ -5,7 +5,7 @@ import torch
 from torch.nn import functional as F
 
 from relprop import kernels
-from relprop.maps import Convolution
+from relprop.convolution import Convolution
 from relprop.tiles import SIZE, tileable, tiles
 from relprop.transforms import positive, same
 

@@ -396,3 +396,18 @@ def test_the_released_pool_is_refused_by_plan_where_shapes_do_not_fit() -> None:
     with pytest.raises(relprop.RelpropError, match=r"average-2x2 cannot stand for 1.*\(1, 4, 8, 8\).*preset='paper'"):
         relprop.plan(model, x, preset="released")
     assert relprop.plan(model, x).shapes[-1] == (1, 3)
+
+
+def test_arithmetic_on_shapes_is_not_printed() -> None:
+    class Sized(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc = nn.Linear(12, 3)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.fc(x.reshape(x.shape[0], x.shape[1] * x.shape[2]))
+
+    plan = relprop.plan(Sized().eval(), torch.rand(2, 3, 4))
+    printed = [line.split()[0] for line in str(plan).splitlines()[1:]]
+    assert printed == ["input", "reshape", "fc"]
+    assert len(plan.rows()) > len(printed)

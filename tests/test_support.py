@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 import relprop
 from relprop import rules
+from relprop.mapped import BatchNorm
 from relprop.merges import SIGNED
 from relprop.norms import Norm
-from relprop.operators import BatchNorm
 
 SAMPLE = (
     "torchvision/densenet121",  # concatenation

@@ -12,6 +12,7 @@ References:
 from __future__ import annotations
 
 import operator
+from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,8 +21,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from relprop.mapped import Mapped
 from relprop.maps import LinearMap
-from relprop.operators import Mapped, Operator, Ref, bound, reduced, refs, register, rewrite
+from relprop.operators import Operator, Ref, bound, reduced, refs, register, rewrite
 
 
 class Mixing(LinearMap):
@@ -89,9 +91,9 @@ class Matrices(Mapped):
     def map(self, *values: Any) -> LinearMap:
         return self.map_of(self.signal, *values)
 
+    @abstractmethod
     def map_of(self, signal: int, *values: Any) -> LinearMap:
         """The map of one of the inputs, with the others as they are."""
-        raise NotImplementedError
 
 
 def _turned(t: Tensor) -> Tensor:

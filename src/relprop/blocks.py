@@ -17,7 +17,8 @@ from relprop import operators
 from relprop.embeddings import Lookup
 from relprop.gates import Product
 from relprop.graph import Graph, Node
-from relprop.operators import BatchNorm, Elementwise, Linear, Mapped, Operator, Sum
+from relprop.mapped import AveragePool, BatchNorm, Linear, Mapped, Reduction
+from relprop.operators import Elementwise, Operator, Sum
 from relprop.shapes import Joined
 from relprop.upsampling import Interpolation
 
@@ -115,8 +116,8 @@ def _nonnegative(op: Operator, inputs: Sequence[Node]) -> bool:
         Elementwise,
         operators.Reshape,
         operators.MaxPool,
-        operators.AveragePool,
-        operators.Reduction,
+        AveragePool,
+        Reduction,
         Interpolation,
     )
     return isinstance(op, keeps) and inputs[0].nonnegative

@@ -14,10 +14,12 @@ from difflib import get_close_matches
 
 from torch import Tensor
 
+from relprop.convolution import Convolution
 from relprop.errors import RelpropError
 from relprop.graph import Graph
-from relprop.maps import Convolution, Dense
-from relprop.operators import BatchNorm, Elementwise, Linear, MaxPool, Scalar, Sum
+from relprop.mapped import BatchNorm, Linear
+from relprop.maps import Dense
+from relprop.operators import Elementwise, MaxPool, Scalar, Sum
 
 
 def find(graph: Graph, layer: str) -> int:

@@ -151,35 +151,22 @@ def explain(
     module = requests.module(model, halves=True)
     form, given = requests.inputs(x, module, output)
     with _computing(given[0].device):
-        known = _known(module, form, given)
-        key, sweep = _sweep(known, preset, split, identity_skips, overrides, requests.pixels(model), layer)
-        xs = _widened(given)
-        shapes = _shapes(known, key, sweep, xs)
-        place = _place(sweep.plan, shapes[-1], target, start)
-        targets = requests.targets(target, place.shape, place.what)
-        wanted = requests.layers(layers, sweep.plan.graph)
-        beginning = requests.start(start, targets, place.shape, layer)
-        record = sweep.forward(*xs, cuts=sweep.forward.cuts(shapes) if recompute else ())
-        try:
-            _verify(known, sweep, module, given, record)
-        except _HooksMatter:
-            # They are a part of the model, then; it is known with them from here on.
-            _known(module, form, given, hooked=True)
-            return explain(
-                model,
-                x,
-                target,
-                preset=preset,
-                split=split,
-                identity_skips=identity_skips,
-                overrides=overrides,
-                start=start,
-                layer=layer,
-                output=output,
-                layers=layers,
-                strict=strict,
-                recompute=recompute,
-            )
+        hooked = False
+        while True:
+            known = _known(module, form, given, hooked=hooked)
+            key, sweep = _sweep(known, preset, split, identity_skips, overrides, requests.pixels(model), layer)
+            xs = _widened(given)
+            shapes = _shapes(known, key, sweep, xs)
+            place = _place(sweep.plan, shapes[-1], target, start)
+            targets = requests.targets(target, place.shape, place.what)
+            wanted = requests.layers(layers, sweep.plan.graph)
+            beginning = requests.start(start, targets, place.shape, layer)
+            record = sweep.forward(*xs, cuts=sweep.forward.cuts(shapes) if recompute else ())
+            try:
+                _verify(known, sweep, module, given, record)
+                break
+            except _HooksMatter:
+                hooked = True  # they are a part of the model, then; it is known with them from here on
         answer = record.output.clone()  # a model may return its input, which is the user's
         seen = answer.movedim(place.axis, 1)
         if targets is None:

@@ -23,8 +23,9 @@ from relprop import operators
 from relprop.errors import RelpropError
 from relprop.forms import Form
 from relprop.graph import Call, Graph
+from relprop.recording import Recording, made
 from relprop.state import undisturbed
-from relprop.trace import TRACING, Recording, TraceError, made
+from relprop.trace import TRACING, TraceError
 
 Spelling = tuple[Any, tuple[Any, ...], dict[str, Any]]
 """A function, or the name of a method, and what it is called with."""

@@ -204,7 +204,8 @@ def _blocks(url: str) -> Iterator[tuple[bytes, int | None]]:
 
 def _bytes_in(path: Path) -> int:
     total = 0
-    for file in path.rglob("*"):
-        with suppress(OSError):  # the clients move files about
-            total += file.stat().st_size if file.is_file() else 0
+    for folder, _, files in os.walk(path):  # which passes over folders that the clients take away meanwhile
+        for file in files:
+            with suppress(OSError):
+                total += (Path(folder) / file).stat().st_size
     return total

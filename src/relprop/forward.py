@@ -16,11 +16,13 @@ import torch
 from torch import Tensor
 
 from relprop import samples
+from relprop.convolution import Convolution
 from relprop.errors import RelpropError
 from relprop.graph import Node
-from relprop.maps import Convolution, Dense, LinearMap
+from relprop.mapped import BatchNorm, Linear, Mapped, Reduction
+from relprop.maps import Dense, LinearMap
 from relprop.merges import Split
-from relprop.operators import BatchNorm, Constant, Elementwise, Linear, Mapped, MaxPool, Reduction, Scalar, Sum, Unknown
+from relprop.operators import Constant, Elementwise, MaxPool, Scalar, Sum, Unknown
 from relprop.plans import FOLD, PASS, Plan, Pooling, Treatment
 from relprop.rules import Rule
 from relprop.shapes import Moved

@@ -26,20 +26,8 @@ from torch.nn import functional as F
 from relprop.activations import GATES
 from relprop.attention import Matrices
 from relprop.graph import Node
-from relprop.operators import (
-    Elementwise,
-    Linear,
-    Mapped,
-    Operator,
-    Ref,
-    Reshape,
-    Sum,
-    Total,
-    bound,
-    reduced,
-    register,
-    rewrite,
-)
+from relprop.mapped import Linear, Mapped
+from relprop.operators import Elementwise, Operator, Ref, Reshape, Sum, Total, bound, reduced, register, rewrite
 from relprop.rules import Handed
 from relprop.shapes import Joined, Moved
 

@@ -19,8 +19,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from relprop.mapped import Mapped
 from relprop.maps import LinearMap
-from relprop.operators import Mapped, Operator, Ref, register
+from relprop.operators import Operator, Ref, register
 from relprop.vocabulary import batch_norm
 
 Average = Callable[[Tensor], Tensor]

@@ -20,9 +20,10 @@ from relprop.attention import Matrices
 from relprop.errors import RelpropError
 from relprop.gates import Product
 from relprop.graph import Graph, Node
+from relprop.mapped import BatchNorm, Mapped
 from relprop.merges import RATIO, SIGNED, Shares, Split
 from relprop.norms import Norm
-from relprop.operators import BatchNorm, Mapped, MaxPool, Operator, Sum, Unknown
+from relprop.operators import Constant, MaxPool, Operator, Scalar, Sum, Unknown
 from relprop.rules import Rule, epsilon, flat, gamma, wplus, zbox, zplus
 from relprop.transforms import same
 
@@ -187,9 +188,11 @@ class Plan:
         return "" if treatment is None else str(treatment)
 
     def __str__(self) -> str:
-        """A line a node."""
+        """A line a node; arithmetic on shapes, which relevance never meets, is left out."""
         rows = [["node", "operator", "block", "shape", "treatment"]]
-        for row in self.rows():
+        for node, row in zip(self.graph, self.rows(), strict=True):
+            if isinstance(node.operator, Scalar) and not isinstance(node.operator, Constant):
+                continue
             shape = "x".join(map(str, row["shape"][1:])) if row["shape"] else ""
             block = f"{row['block'] or ''}" + (" merge" if row["merge"] else "")
             rows.append([row["node"], row["operator"], block, shape, row["treatment"]])

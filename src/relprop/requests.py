@@ -18,8 +18,9 @@ from relprop import forms
 from relprop.errors import RelpropError
 from relprop.forms import Form, Output
 from relprop.graph import Call, Graph
+from relprop.mapped import Mapped
 from relprop.merges import Split
-from relprop.operators import Mapped, MaxPool
+from relprop.operators import MaxPool
 from relprop.plans import Pooling
 from relprop.rules import Rule
 

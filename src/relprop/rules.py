@@ -24,17 +24,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from math import gcd
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from relprop.divisions import divide, note, per_target, shared, steadied
 from relprop.errors import RelpropError
 from relprop.ledger import total
 from relprop.maps import LinearMap, Transform
-from relprop.tiles import tileable, tiles
-from relprop.transforms import Above, Boosted, negative, one_sample, over, positive, same, square, tiny
+from relprop.tiles import tileable
+from relprop.transforms import Above, Boosted, negative, one_sample, positive, same, square, tiny
 
 IMAGENET_LOW = (-0.485 / 0.229, -0.456 / 0.224, -0.406 / 0.225)
 IMAGENET_HIGH = (0.515 / 0.229, 0.544 / 0.224, 0.594 / 0.225)
@@ -154,15 +154,15 @@ class Rule:
             flow = r if part.share == 1 else r * part.share
             if part.sign:
                 flow, dropped = self._outputs_of(part.sign, linear, a, flow)
-                _note(absorbed, "epsilon", dropped)
+                note(absorbed, "epsilon", dropped)
             if self.epsilon is None:
-                s, even = _divide(linear, flow, z, shape, absorbed)
+                s, even = divide(linear, flow, z, shape, absorbed)
             else:
                 bias = None if part.bias is None or linear.bias is None else part.bias(linear.bias)
                 z = z if bias is None or y is not None else z + bias
                 s, even = self._stabilise(flow, z, bias, absorbed), None
             if not terms:
-                result = _per_target(linear.spread, s, shape)
+                result = per_target(linear.spread, s, shape)
             for term, x in zip(terms, live, strict=True):
                 c = linear.shares(s, term.weight, shape, None if term.input is one_sample else x)
                 result = c if result is None else result + c
@@ -177,14 +177,14 @@ class Rule:
             rms = z.flatten(1).square().mean(1).sqrt()
             eps = (eps * rms).clamp(min=tiny(z.dtype)).reshape(-1, *[1] * (z.ndim - 1))
         if not self.unsigned and len(r) == 1 and tileable(r[0], z):
-            s, taken = _steadied(r[0], z, eps)
+            s, taken = steadied(r[0], z, eps)
         else:
             eps = torch.where(z + eps == 0 if self.unsigned else z < 0, -eps, eps)
             s = r / (z + eps)
             taken = total(s * eps)
-        _note(absorbed, "epsilon", taken)
+        note(absorbed, "epsilon", taken)
         if bias is not None:
-            _note(absorbed, "bias", _shared(s, bias))
+            note(absorbed, "bias", shared(s, bias))
         return s
 
     @staticmethod
@@ -200,87 +200,6 @@ def _sum(tensors: Sequence[Tensor]) -> Tensor:
     for t in tensors[1:]:
         result = result + t
     return result
-
-
-def _note(absorbed: dict[str, Tensor], cause: str, amount: Tensor | None) -> None:
-    if amount is not None:
-        absorbed[cause] = absorbed[cause] + amount if cause in absorbed else amount
-
-
-def _per_target(function: Callable[..., Tensor], s: Tensor, *args: Any) -> Tensor:
-    """Calls a function of a batch on ``(T, B, ...)``."""
-    result: Tensor = function(s.flatten(0, 1), *args).unflatten(0, s.shape[:2])
-    return result
-
-
-def _steadied(r: Tensor, z: Tensor, eps: Tensor) -> tuple[Tensor, Tensor]:
-    """Writes ``r / (z + eps sign(z))`` over ``z``, piece by piece; and sums up what ``eps`` takes."""
-    taken = [0.0] * len(r)
-    for sample, (above, below) in tiles(r, z):
-        signed = torch.copysign(eps[sample].flatten() if eps.ndim else eps, below)
-        torch.div(above, below.add_(signed), out=below)
-        taken[sample] += signed.mul_(below).sum().item()
-    return z[None], torch.tensor([taken], dtype=torch.float64)
-
-
-def _shared(s: Tensor, bias: Tensor) -> Tensor:
-    """What a bias takes: ``sum_j s_j b_j``, ``(T, B)``."""
-    if bias.numel() == bias.shape[0] == s.shape[2]:  # one a channel
-        return s.flatten(3).sum(3).double() @ bias.flatten().double() if s.ndim > 3 else s.double() @ bias.double()
-    return total(s * bias)
-
-
-def _divide(
-    linear: LinearMap, r: Tensor, z: Tensor, shape: Sequence[int], absorbed: dict[str, Tensor]
-) -> tuple[Tensor, Tensor | None]:
-    """Divides relevance by exact denominators.
-
-    Returns:
-        ``r / z``, zero at outputs without contributions; and what those hand to their inputs evenly, or None.
-    """
-    threshold = tiny(z.dtype)
-    low = z.amin() if z.device.type == "cpu" else None  # an accelerator would have to stop for the answer
-    # Denominators have one sign within a part, so the one nearest to zero is at one end.
-    if low is not None and (low > threshold or z.amax() < -threshold):
-        return over(r, z), None
-    if low is not None and len(r) == 1 and tileable(r[0], z):
-        s, orphaned = _around(r, z, threshold)
-        if orphaned is None:
-            return s, None
-    else:
-        dead = z.abs() <= threshold
-        orphaned = r * dead
-        s = over(r, z.masked_fill(dead, torch.inf))
-    fan, unseen = linear.fans(shape)
-    if unseen is not None:
-        _note(absorbed, "padding", total(orphaned * unseen))
-    return s, _per_target(linear.spread, orphaned.div_(fan), shape)
-
-
-def _around(r: Tensor, z: Tensor, threshold: float) -> tuple[Tensor, Tensor | None]:
-    """Divides relevance ``(1, B, ...)`` by all but dead denominators, which are few, and have relevance seldom.
-
-    Returns:
-        ``r / z``, zero where ``z`` is; and the relevance there, zero elsewhere, or None if there is none.
-    """
-    everything = (z.numel(),), (1,)
-    where = _small(z.as_strided(*everything), threshold)
-    lost = r.as_strided(*everything)[where]
-    s = over(r, z)
-    s.as_strided(*everything)[where] = 0
-    if not lost.any():
-        return s, None
-    orphaned = torch.zeros_like(r)
-    orphaned.as_strided(*everything)[where] = lost
-    return s, orphaned
-
-
-def _small(z: Tensor, threshold: float) -> Tensor:
-    """Where a flat tensor is near zero: looked for row by row, since most rows have no such place."""
-    rows = z.reshape(-1, gcd(len(z), 1024)).abs()
-    near = (rows.amin(1) <= threshold).nonzero()[:, 0]
-    row, column = (rows[near] <= threshold).nonzero(as_tuple=True)
-    return near[row] * rows.shape[1] + column
 
 
 # -- the rules by name --

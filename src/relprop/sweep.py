@@ -20,10 +20,11 @@ from relprop.forward import Forward, Record
 from relprop.gates import Product
 from relprop.graph import Call, Node
 from relprop.ledger import TOLERANCE, Ledger, total
+from relprop.mapped import Linear, Mapped, Reduction
 from relprop.maps import Dense, LinearMap
 from relprop.merges import Split
 from relprop.norms import Norm
-from relprop.operators import Constant, Linear, Mapped, MaxPool, Reduction, Sum, reduced
+from relprop.operators import Constant, MaxPool, Sum, reduced
 from relprop.plans import FOLD, HALVES, Plan, Pooling
 from relprop.rules import Handed, Rule
 

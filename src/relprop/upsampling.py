@@ -16,8 +16,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from relprop.mapped import Mapped
 from relprop.maps import LinearMap, Window
-from relprop.operators import Mapped, Operator, Ref, bound, refs, register
+from relprop.operators import Operator, Ref, bound, refs, register
 
 
 class Resampling(Window):

@@ -15,24 +15,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from relprop.convolution import Convolution
 from relprop.errors import RelpropError
-from relprop.maps import Convolution, Dense
-from relprop.operators import (
-    AveragePool,
-    BatchNorm,
-    Elementwise,
-    Linear,
-    MaxPool,
-    Operator,
-    Permute,
-    Reduction,
-    Ref,
-    Reshape,
-    Sum,
-    bound,
-    refs,
-    register,
-)
+from relprop.mapped import AveragePool, BatchNorm, Linear, Reduction
+from relprop.maps import Dense
+from relprop.operators import Elementwise, MaxPool, Operator, Permute, Ref, Reshape, Sum, bound, refs, register
 from relprop.pools import Adaptive, Pool, Sliding
 
 

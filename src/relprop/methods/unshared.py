@@ -18,10 +18,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
-from relprop import trace
 from relprop.errors import RelpropError
 from relprop.graph import Call
+from relprop.recording import mutated
 from relprop.state import State, undisturbed
+from relprop.trace import TRACING
+from relprop.tracers import Tracer
 
 __all__ = ["check_twin", "shadow", "unshared"]
 
@@ -101,7 +103,7 @@ def unshared(
     graph, around = _traced(twin)
     order = {node: i for i, node in enumerate(graph.nodes)}
     modules = {n: twin.get_submodule(str(n.target)) if n.op == "call_module" else None for n in order}
-    writing = {node for node, module in modules.items() if trace.mutated(node, module) is not None}
+    writing = {node for node, module in modules.items() if mutated(node, module) is not None}
     called: set[str] = set()
     for node, module in modules.items():
         if node in writing:  # whoever reads that tensor from here on reads the new value
@@ -156,10 +158,10 @@ def check_twin(model: nn.Module, twin: nn.Module, x: Tensor) -> None:
 
 def _traced(twin: nn.Module) -> tuple[fx.Graph, dict[fx.Node, tuple[Call, ...]]]:
     """What fx records of a model of one input, and the calls of modules around each node."""
-    tracer = trace.Tracer()
+    tracer = Tracer()
     parameters = [*inspect.signature(twin.forward).parameters.values()][1:]
     defaults = {p.name: p.default for p in parameters if p.default is not p.empty}
-    with trace.TRACING, undisturbed(twin):
+    with TRACING, undisturbed(twin):
         try:
             graph = tracer.trace(twin, concrete_args=defaults or None)
         except Exception as error:

@@ -1,0 +1,101 @@
+"""Divisions: how a rule divides relevance by what contributions sum up to.
+
+Exact denominators may be zero: what such outputs hold goes evenly to the inputs they really have. Stabilised ones never
+are, and what the stabiliser takes is summed up on the way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from math import gcd
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from relprop.ledger import total
+from relprop.maps import LinearMap
+from relprop.tiles import tileable, tiles
+from relprop.transforms import over, tiny
+
+
+def note(absorbed: dict[str, Tensor], cause: str, amount: Tensor | None) -> None:
+    """Adds to what a cause has absorbed."""
+    if amount is not None:
+        absorbed[cause] = absorbed[cause] + amount if cause in absorbed else amount
+
+
+def per_target(function: Callable[..., Tensor], s: Tensor, *args: Any) -> Tensor:
+    """Calls a function of a batch on ``(T, B, ...)``."""
+    result: Tensor = function(s.flatten(0, 1), *args).unflatten(0, s.shape[:2])
+    return result
+
+
+def steadied(r: Tensor, z: Tensor, eps: Tensor) -> tuple[Tensor, Tensor]:
+    """Writes ``r / (z + eps sign(z))`` over ``z``, piece by piece; and sums up what ``eps`` takes."""
+    taken = [0.0] * len(r)
+    for sample, (above, below) in tiles(r, z):
+        signed = torch.copysign(eps[sample].flatten() if eps.ndim else eps, below)
+        torch.div(above, below.add_(signed), out=below)
+        taken[sample] += signed.mul_(below).sum().item()
+    return z[None], torch.tensor([taken], dtype=torch.float64)
+
+
+def shared(s: Tensor, bias: Tensor) -> Tensor:
+    """What a bias takes: ``sum_j s_j b_j``, ``(T, B)``."""
+    if bias.numel() == bias.shape[0] == s.shape[2]:  # one a channel
+        return s.flatten(3).sum(3).double() @ bias.flatten().double() if s.ndim > 3 else s.double() @ bias.double()
+    return total(s * bias)
+
+
+def divide(
+    linear: LinearMap, r: Tensor, z: Tensor, shape: Sequence[int], absorbed: dict[str, Tensor]
+) -> tuple[Tensor, Tensor | None]:
+    """Divides relevance by exact denominators.
+
+    Returns:
+        ``r / z``, zero at outputs without contributions; and what those hand to their inputs evenly, or None.
+    """
+    threshold = tiny(z.dtype)
+    low = z.amin() if z.device.type == "cpu" else None  # an accelerator would have to stop for the answer
+    # Denominators have one sign within a part, so the one nearest to zero is at one end.
+    if low is not None and (low > threshold or z.amax() < -threshold):
+        return over(r, z), None
+    if low is not None and len(r) == 1 and tileable(r[0], z):
+        s, orphaned = _around(r, z, threshold)
+        if orphaned is None:
+            return s, None
+    else:
+        dead = z.abs() <= threshold
+        orphaned = r * dead
+        s = over(r, z.masked_fill(dead, torch.inf))
+    fan, unseen = linear.fans(shape)
+    if unseen is not None:
+        note(absorbed, "padding", total(orphaned * unseen))
+    return s, per_target(linear.spread, orphaned.div_(fan), shape)
+
+
+def _around(r: Tensor, z: Tensor, threshold: float) -> tuple[Tensor, Tensor | None]:
+    """Divides relevance ``(1, B, ...)`` by all but dead denominators, which are few, and have relevance seldom.
+
+    Returns:
+        ``r / z``, zero where ``z`` is; and the relevance there, zero elsewhere, or None if there is none.
+    """
+    everything = (z.numel(),), (1,)
+    where = _small(z.as_strided(*everything), threshold)
+    lost = r.as_strided(*everything)[where]
+    s = over(r, z)
+    s.as_strided(*everything)[where] = 0
+    if not lost.any():
+        return s, None
+    orphaned = torch.zeros_like(r)
+    orphaned.as_strided(*everything)[where] = lost
+    return s, orphaned
+
+
+def _small(z: Tensor, threshold: float) -> Tensor:
+    """Where a flat tensor is near zero: looked for row by row, since most rows have no such place."""
+    rows = z.reshape(-1, gcd(len(z), 1024)).abs()
+    near = (rows.amin(1) <= threshold).nonzero()[:, 0]
+    row, column = (rows[near] <= threshold).nonzero(as_tuple=True)
+    return near[row] * rows.shape[1] + column
