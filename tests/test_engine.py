@@ -1220,24 +1220,3 @@ def test_zbox_takes_its_bounds_from_the_models_normalisation() -> None:
     told = relprop.explain(loaded, x, preset="epsilon-gamma-box")
     torch.testing.assert_close(told.relevance, given.relevance)
     assert not torch.allclose(relprop.explain(module, x, preset="epsilon-gamma-box").relevance, told.relevance)
-
-
-def test_float32_is_not_shortened_on_an_accelerator() -> None:
-    matmul, convolutions = torch.backends.cuda.matmul, torch.backends.cudnn
-    before = matmul.allow_tf32, convolutions.allow_tf32
-
-    def flags() -> tuple[bool, bool]:
-        return matmul.allow_tf32, convolutions.allow_tf32
-
-    try:
-        matmul.allow_tf32 = convolutions.allow_tf32 = True
-        with relprop.engine._full_precision(torch.device("cuda")):
-            assert flags() == (False, False)
-        assert flags() == (True, True)
-        with pytest.raises(RuntimeError), relprop.engine._full_precision(torch.device("cuda")):
-            raise RuntimeError
-        assert flags() == (True, True)
-        with relprop.engine._full_precision(torch.device("cpu")):
-            assert flags() == (True, True)
-    finally:
-        matmul.allow_tf32, convolutions.allow_tf32 = before

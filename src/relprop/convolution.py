@@ -13,6 +13,7 @@ from torch.nn import functional as F
 
 from relprop.kernels import Packed, packable
 from relprop.maps import LinearMap, Transform
+from relprop.precision import multiplied
 
 _Phase = tuple[tuple[Any, ...], list[int], Packed | None]
 """Places of the input within a step, what is padded around the outputs for them, and what is then convolved."""
@@ -59,7 +60,7 @@ class Convolution(LinearMap):
             return self._kernel(a, None)(a)
         if self._forward is None:
             self._forward = self._packed(self.weight)
-        return self._convolve(a, self._forward, self._flat_bias, self.groups)
+        return multiplied(lambda a, w, bias: self._convolve(a, w, bias, self.groups), a, self._forward, self._flat_bias)
 
     def shape(self, before: Sequence[int]) -> tuple[int, ...]:
         """The shape that the map makes of another, which it fits.
@@ -174,10 +175,10 @@ class Convolution(LinearMap):
         return Convolution(weight, bias, self.stride, self.padding, self.dilation, self.groups)
 
     def apply(self, a: Tensor, weight: Tensor) -> Tensor:
-        return self._convolve(a, weight, None, self.groups)
+        return multiplied(lambda a, weight: self._convolve(a, weight, None, self.groups), a, weight)
 
     def transpose(self, s: Tensor, weight: Tensor, shape: Sequence[int]) -> Tensor:
-        return self._transpose(s, weight, shape, self.groups)
+        return multiplied(lambda s, weight: self._transpose(s, weight, shape, self.groups), s, weight)
 
     def spread(self, s: Tensor, shape: Sequence[int]) -> Tensor:
         # All inputs of a group get the same, so one channel a group is computed and repeated.

@@ -25,6 +25,7 @@ from relprop.graph import Graph
 from relprop.ledger import Ledger
 from relprop.merges import Shares, Split
 from relprop.plans import Override, Plan
+from relprop.precision import Autocast, precision
 from relprop.result import Explanation
 from relprop.rules import Rule
 from relprop.state import State, undisturbed
@@ -35,6 +36,8 @@ Tensors = tuple[Tensor, ...]
 
 AGREEMENT = {torch.float32: 1e-3, torch.float64: 1e-8, torch.float16: 2e-2}
 """How far the sweep's output may lie from the model's own, relative to the largest value."""
+COARSE = 5e-2
+"""The same under autocast."""
 
 
 @dataclass
@@ -114,6 +117,7 @@ def explain(
     layers: Sequence[str] = (),
     strict: bool = False,
     recompute: bool = False,
+    autocast: Autocast | None = None,
 ) -> Explanation:
     """Explains a model's output for each input of a batch.
 
@@ -141,6 +145,8 @@ def explain(
         strict: Whether to raise at the first leak that no cause explains.
         recompute: Whether to keep only some values between blocks and compute the others again on the way back: less
             memory, for large images and networks over volumes, at the price of one more forward pass.
+        autocast: ``"bfloat16"`` or ``"tf32"``: fewer digits in convolutions, for accelerators that are faster with
+            them. Relevance adds up less exactly then; ``ledger.error`` tells.
 
     Returns:
         The explanation.
@@ -150,7 +156,7 @@ def explain(
     """
     module = requests.module(model, halves=True)
     form, given = requests.inputs(x, module, output)
-    with _computing(given[0].device):
+    with _computing(given[0].device, autocast):
         hooked = False
         while True:
             known = _known(module, form, given, hooked=hooked)
@@ -163,7 +169,7 @@ def explain(
             beginning = requests.start(start, targets, place.shape, layer)
             record = sweep.forward(*xs, cuts=sweep.forward.cuts(shapes) if recompute else ())
             try:
-                _verify(known, sweep, module, given, record)
+                _verify(known, sweep, module, given, record, autocast)
                 break
             except _HooksMatter:
                 hooked = True  # they are a part of the model, then; it is known with them from here on
@@ -184,6 +190,8 @@ def explain(
 
         begun = (ledger.start * scale).T.to(answer.dtype)
         how = start if isinstance(start, str) else "tensor" if start is not None else place.start
+        named: dict[str, Any] = {"output": list(form.output)} if form.output else {}
+        named |= {"autocast": autocast} if autocast else {}
         return Explanation(
             relevance=form.like([user(r) for r in results]),
             target=targets,
@@ -191,30 +199,15 @@ def explain(
             output=answer,
             ledger=ledger,
             layers={call: user(r) for call, r in caught.items()},
-            settings={**sweep.plan.settings, "start": how, **({"output": list(form.output)} if form.output else {})},
+            settings={**sweep.plan.settings, "start": how, **named},
         )
 
 
 @contextmanager
-def _computing(device: torch.device) -> Iterator[None]:
+def _computing(device: torch.device, autocast: Autocast | None = None) -> Iterator[None]:
     """No gradients are recorded, an autocast around the call does not reach inside, and float32 is float32."""
-    with torch.no_grad(), torch.autocast(device.type, enabled=False), _full_precision(device):
+    with torch.no_grad(), torch.autocast(device.type, enabled=False), precision(device, autocast):
         yield
-
-
-@contextmanager
-def _full_precision(device: torch.device) -> Iterator[None]:
-    """Relevance does not add up in the shortened float32 (TF32) that CUDA may multiply with; it is put back after."""
-    if device.type != "cuda":
-        yield
-        return
-    matmul, convolutions = torch.backends.cuda.matmul, torch.backends.cudnn
-    before = matmul.allow_tf32, convolutions.allow_tf32
-    try:
-        matmul.allow_tf32 = convolutions.allow_tf32 = False
-        yield
-    finally:
-        matmul.allow_tf32, convolutions.allow_tf32 = before
 
 
 def _known(module: nn.Module, form: Form, given: Tensors | None, *, hooked: bool = False) -> _Known:
@@ -317,7 +310,9 @@ class _HooksMatter(Exception):  # noqa: N818 - it is nobody's mistake
     """A model's outputs are not those of its graph, which was traced without the user's hooks."""
 
 
-def _verify(known: _Known, sweep: Sweep, module: nn.Module, given: Tensors, record: Record) -> None:
+def _verify(
+    known: _Known, sweep: Sweep, module: nn.Module, given: Tensors, record: Record, autocast: Autocast | None
+) -> None:
     """Refuses an output that is not finite, or not the model's own; the latter once for each shape.
 
     A hook may do today what it did not do yesterday, so a model with hooks is compared every time.
@@ -331,7 +326,7 @@ def _verify(known: _Known, sweep: Sweep, module: nn.Module, given: Tensors, reco
         )
         raise RelpropError(msg)
     hidden = sweep.plan.layer is not None
-    key = (None if hidden else sweep.forward.folded, *(x.shape for x in given))
+    key = (None if hidden else sweep.forward.folded, autocast, *(x.shape for x in given))
     hooked = hooks.names(module)
     if key in known.verified and not hooked:
         return
@@ -341,7 +336,8 @@ def _verify(known: _Known, sweep: Sweep, module: nn.Module, given: Tensors, reco
         torch.rand(1)  # so that a model that draws at random does not draw what it drew when it was traced
         expected = halves.answer(module, known.form, given)
     difference = float((found.output - expected).abs().max())
-    allowed = AGREEMENT.get(expected.dtype, 0.0) * max(float(expected.abs().max()), 1e-6)
+    agreement = COARSE if autocast else AGREEMENT.get(expected.dtype, 0.0)
+    allowed = agreement * max(float(expected.abs().max()), 1e-6)
     if not difference <= allowed:
         if hooked and not known.hooked:
             raise _HooksMatter

@@ -12,6 +12,8 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from relprop.precision import shortened
+
 __all__ = ["Packed", "packable"]
 
 
@@ -62,7 +64,7 @@ class Packed:
 
 def packable(a: Tensor) -> bool:
     """Whether convolutions of such inputs can be packed."""
-    return a.device.type == "cpu" and a.dtype == torch.float32 and a.ndim == 4 and _there()
+    return a.device.type == "cpu" and a.dtype == torch.float32 and a.ndim == 4 and not shortened(a) and _there()
 
 
 @cache
