@@ -287,9 +287,10 @@ def test_a_file_is_found_once(tree: Path, monkeypatch: pytest.MonkeyPatch) -> No
     assert len(images.find(["b.jpg", tree, "sub/../b.jpg", tree / "sub"])) == 4
 
 
-def test_saved_explanations_and_linked_folders_are_left_out(tree: Path) -> None:
+@pytest.mark.parametrize("made", ["relevance.npy", "maps.npz"])
+def test_what_was_made_here_and_linked_folders_are_left_out(tree: Path, made: str) -> None:
     (tree / "sub/manifest.json").write_text("{}")
-    (tree / "sub/relevance.npy").write_bytes(b"")
+    (tree / "sub" / made).write_bytes(b"")
     (tree / "again").symlink_to(tree)
     assert [path.name for path in images.find([tree])] == ["a.PNG", "b.jpg", "d.tif"]
 

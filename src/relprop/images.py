@@ -15,7 +15,7 @@ from PIL import Image, ImageOps, UnidentifiedImageError
 
 from relprop.errors import RelpropError
 
-__all__ = ["PHOTO", "SUFFIXES", "find", "names", "read"]
+__all__ = ["PHOTO", "SUFFIXES", "find", "names", "read", "rgb"]
 
 PHOTO = Path(__file__).parent / "data" / "chelsea.jpg"
 """The bundled photo of a cat; ``data/README.md`` says whose it is."""
@@ -28,7 +28,8 @@ SUFFIXES = frozenset(
 )
 """What is taken for an image in a folder; a file that is named may be called anything."""
 
-_SAVED = frozenset(("manifest.json", "relevance.npy"))  # what a saved explanation always has
+_MADE = tuple(map(frozenset, (("manifest.json", "relevance.npy"), ("manifest.json", "maps.npz"))))
+# What a saved explanation always has, and what a comparison has.
 
 # Far more than any network sees: from here on a JPEG is decoded at a half, a quarter or an eighth of its size.
 _DRAFT_PIXELS = 32_000_000
@@ -40,7 +41,7 @@ def find(paths: Iterable[str | os.PathLike[str]]) -> list[Path]:
 
     A file stands for itself, whatever it is, and so does one that is not there: `read` says what is wrong with it. A
     folder stands for all images below it, in sorted order; hidden ones, links to folders and the pictures of saved
-    explanations are left out.
+    explanations and comparisons are left out.
 
     Args:
         paths: Files and folders.
@@ -90,7 +91,7 @@ def read(path: str | os.PathLike[str]) -> Image.Image:
                 if opened.width * opened.height > _DRAFT_PIXELS:
                     opened.draft(None, (_DRAFT_SIDE, _DRAFT_SIDE))
                 opened.load()
-                return _rgb(opened, path)
+                return rgb(opened, path)
     except RelpropError:
         raise
     except FileNotFoundError as error:
@@ -141,21 +142,30 @@ def _below(folder: Path) -> list[Path]:
     closed: list[Path] = []
     for where, folders, names in os.walk(folder, onerror=lambda error: closed.append(Path(error.filename))):
         folders[:] = [name for name in folders if not name.startswith(".")]
-        if not _SAVED.issubset(names):
+        if not any(made.issubset(names) for made in _MADE):
             there = [Path(where, name) for name in names if not name.startswith(".")]
             files += [file for file in there if file.suffix.lower() in SUFFIXES]
     return sorted(files + closed)
 
 
-def _rgb(image: Image.Image, path: Path) -> Image.Image:
+def rgb(image: Image.Image, name: str | os.PathLike[str] = "The image") -> Image.Image:
+    """A picture as a viewer would show it, in RGB with 8 bits a colour; as :func:`read` does it.
+
+    Args:
+        image: The picture.
+        name: What to call it when it is refused.
+
+    Raises:
+        RelpropError: The range of its pixels is not known.
+    """
     with suppress(Exception):  # damaged EXIF data, of a sound image
         image = ImageOps.exif_transpose(image)
     if image.mode == "F":
-        raise RelpropError(f"{path} has floating-point pixels, whose range is not known; save it with 8 or 16 bits.")
+        raise RelpropError(f"{name} has floating-point pixels, whose range is not known; save it with 8 or 16 bits.")
     if image.mode.startswith("I"):  # Pillow would clip 16 bits at 255
         values = np.asarray(image).astype(np.int64)
         if values.min() < 0 or values.max() > 65535:
-            raise RelpropError(f"{path} has 32-bit pixels, whose range is not known; save it with 8 or 16 bits.")
+            raise RelpropError(f"{name} has 32-bit pixels, whose range is not known; save it with 8 or 16 bits.")
         return Image.fromarray((values / 257).round().astype(np.uint8)).convert("RGB")
     if image.mode in ("RGBA", "RGBa", "LA", "La", "PA") or "transparency" in image.info:
         paper = Image.new("RGBA", image.size, "white")

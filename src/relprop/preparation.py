@@ -10,7 +10,7 @@ from typing import NamedTuple, TypeAlias
 
 import numpy as np
 import torch
-from PIL import Image, ImageOps
+from PIL import Image
 from torch import Tensor
 
 from relprop import images
@@ -78,16 +78,7 @@ def _opened(image: Picture) -> Image.Image:
         raise RelpropError(f"The image is a {type(image).__name__}; pass a PIL image or a path.")
     if not image.width or not image.height:
         raise RelpropError("The image has no pixels.")
-    image = ImageOps.exif_transpose(image)
-    if image.mode == "F" or image.mode.startswith("I"):
-        raise RelpropError(
-            f"The image has pixels of mode {image.mode}, whose range is not known; pass its path, or make it 8 bits."
-        )
-    if image.mode in ("RGBA", "RGBa", "LA", "PA") or "transparency" in image.info:
-        paper = Image.new("RGBA", image.size, "white")
-        paper.alpha_composite(image.convert("RGBA"))
-        image = paper
-    return image.convert("RGB")
+    return images.rgb(image)
 
 
 def _resized(image: Image.Image, preparation: Preparation) -> Image.Image:
