@@ -34,10 +34,13 @@ def installed(folder: Path, monkeypatch: pytest.MonkeyPatch, *lines: str) -> Non
 @pytest.fixture
 def whole(cache_folder: Path) -> Path:
     """Weights in the cache."""
-    return fetch("net-made", lambda _: ({"weight": torch.ones(3)}, {})).path
+    path = fetch("net-made", lambda _: ({"weight": torch.ones(3)}, {})).path
+    assert path.parent == cache_folder
+    return path
 
 
-def test_a_sound_installation(whole: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.usefixtures("whole")
+def test_a_sound_installation(capsys: pytest.CaptureFixture[str]) -> None:
     code, text = run(capsys)
     assert code == 0
     lines = [line.split(maxsplit=3) for line in text.splitlines()]
