@@ -497,6 +497,7 @@ def test_module_of_a_loaded_model_knows_the_range_of_pixels() -> None:
     assert torch.equal(explained, relprop.explain(model, x, preset="epsilon-gamma-box").relevance)
 
 
+@pytest.mark.filterwarnings("ignore:Guards may run slower on Python 3.13.0:RuntimeWarning")  # says torch
 def test_module_inside_a_compiled_one(net: nn.Module) -> None:
     from relprop.adapters.module import Explainer
 
