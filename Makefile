@@ -8,7 +8,7 @@ STAMP := $(VENV)/.installed
 WORKERS ?= 2
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint types pytest support bench format clean
+.PHONY: help demo test lint types pytest install support bench format clean
 
 help: ## show this list
 	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 10
@@ -27,6 +27,9 @@ types: $(STAMP) ## mypy --strict on src/relprop
 
 pytest: $(STAMP) ## the tests alone; ARGS="-k ledger" to choose
 	$(BIN)/python -m pytest -q -n $(WORKERS) $(ARGS)
+
+install: $(STAMP) ## build wheel and sdist, install each for real into an empty environment, use it outside; takes minutes
+	.ci/install $(BIN)/python
 
 support: $(STAMP) ## examine every model of the support matrix and write docs/support.md; takes most of an hour
 	$(BIN)/python -W ignore tests/sums.py
