@@ -20,7 +20,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -99,8 +99,8 @@ def furnish(folder: Path) -> None:
             image.save(folder / "photos" / kind / f"{i}.jpg")
 
 
-def run(page: Path, folder: Path, *, small: bool, told: Callable[[Block], object] = lambda _: None) -> None:
-    """Runs a page's code, from the top down, in a folder.
+def run(page: Path, folder: Path, *, small: bool, until: Collection[str] = ()) -> None:
+    """Runs a page's code, from the top down, in a folder; to its end, or until there are some pictures.
 
     Raises:
         AssertionError: If a command ends otherwise than it should.
@@ -112,9 +112,10 @@ def run(page: Path, folder: Path, *, small: bool, told: Callable[[Block], object
     names: dict[str, Any] = {"__name__": "__main__"}
     with _inside(folder):
         for block in blocks(page):
-            told(block)
             if block.reason:
                 continue
+            if until and painted(folder).keys() >= set(until):
+                return
             if block.language == "sh":
                 for line in block.text.replace("\\\n", " ").splitlines():
                     _shell(line, small, str(block))
@@ -212,7 +213,7 @@ def main(wanted: list[str]) -> None:
             print(f"{page.name} needs {', '.join(missing)} to be set; left alone")
             continue
         with tempfile.TemporaryDirectory() as folder:
-            run(page, Path(folder), small=False)
+            run(page, Path(folder), small=False, until=shown)
             for name in sorted(shown):
                 shutil.copy(painted(Path(folder))[name], ROOT / "docs/images" / name)
                 print(f"docs/images/{name}", flush=True)
