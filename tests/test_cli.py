@@ -703,3 +703,31 @@ def test_stdout_may_be_full_closed_or_gone(tmp_path: Path) -> None:
     for said in (full, closed, gone):
         assert "Traceback" not in said.err
         assert "Exception ignored" not in said.err
+
+
+# -- completion -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["bash", "zsh", "fish"])
+def test_completion_can_be_shown_for(name: str) -> None:
+    said = shell("--show-completion", name)
+    assert said.code == 0, said.err
+    assert "_RELPROP_COMPLETE" in said.out
+
+
+def test_completion_is_installed_where_the_shell_looks(tmp_path: Path) -> None:
+    said = shell("--install-completion", "bash", env={"HOME": str(tmp_path)})
+    assert said.code == 0, said.err
+    scripts = [path for path in tmp_path.rglob("*") if path.is_file() and "_RELPROP_COMPLETE" in path.read_text()]
+    assert scripts
+    assert str(scripts[0]) in (tmp_path / ".bashrc").read_text()
+
+
+def test_completion_offers_verbs_options_and_values() -> None:
+    def offered(*words: str) -> list[str]:
+        how = {"_RELPROP_COMPLETE": "complete_bash", "COMP_WORDS": " ".join(words), "COMP_CWORD": str(len(words) - 1)}
+        return shell(env=how).out.split()
+
+    assert offered("relprop", "do") == ["doctor"]
+    assert offered("relprop", "explain", "--pres") == ["--preset"]
+    assert offered("relprop", "explain", "--preset", "epsilon-") == ["epsilon-plus-flat", "epsilon-gamma-box"]

@@ -11,6 +11,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -817,6 +818,35 @@ def test_settings_tell_how_it_was_made(net: nn.Module) -> None:
     assert {"preset": "mixture", "split": "symmetric", "identity_skips": False, "start": "one"}.items() <= dict(
         e.settings
     ).items()
+
+
+# -- layers' outputs, and starts that are functions -------------------------------------------------------------------
+
+
+def test_relevance_at_a_modules_output(torchvision_model: Callable[..., nn.Module], tmp_path: Path) -> None:
+    model, x = torchvision_model("resnet18"), torch.rand(2, 3, 32, 32)
+    names = ["layer1:output", "layer2", "layer4:output", "avgpool", "layer1.0.relu:output", "fc:output"]
+    e = relprop.explain(model, x, 3, start="logit", layers=names)
+    assert torch.equal(e.relevance_at("layer1:output"), e.relevance_at("layer2"))
+    assert torch.equal(e.relevance_at("layer4:output"), e.relevance_at("avgpool"))
+    assert torch.equal(e.relevance_at("fc:output")[:, 3], e.start)
+    first, second = (e.relevance_at("layer1.0.relu:output", call) for call in (0, 1))
+    assert (first.sum((1, 2, 3)).abs() < second.sum((1, 2, 3)).abs()).all()  # the skip has the rest
+    e.save(tmp_path)
+    assert torch.equal(relprop.Explanation.load(tmp_path).relevance_at("layer4:output"), e.relevance_at("avgpool"))
+    with pytest.raises(relprop.RelpropError, match="There is no module 'layer9' to keep the relevance of"):
+        relprop.explain(model, x, layers=["layer9:output"])
+
+
+def test_a_start_may_be_a_function_of_the_output(net: nn.Module) -> None:
+    e = relprop.explain(net, images(), start=lambda y: y * (torch.arange(y.shape[1]) == 2))
+    assert torch.equal(e.relevance, relprop.explain(net, images(), 2, start="logit").relevance)
+    assert e.settings["start"] == "function"
+    for wrong in (lambda y: y[0], lambda y: y / 0, lambda _: 3):
+        with pytest.raises(relprop.RelpropError, match="has to give finite relevance of shape"):
+            relprop.explain(net, images(), start=wrong)
+    with pytest.raises(relprop.RelpropError, match="pass it without a target"):
+        relprop.explain(net, images(), 2, start=lambda y: y)
 
 
 # -- Captum's interface -----------------------------------------------------------------------------------------------

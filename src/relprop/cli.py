@@ -21,7 +21,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from relprop import __version__, cli_compare, cli_reproduce, cli_study, cli_train
+from relprop import __version__, cli_compare, cli_doctor, cli_reproduce, cli_study, cli_train
 from relprop.errors import RelpropError
 from relprop.runs import DONE, SOME_FAILED, Row, Run, load_model
 
@@ -29,7 +29,7 @@ __all__ = ["app", "main"]
 
 NOTHING_DONE, INTERRUPTED = 2, 130
 
-app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
+app = typer.Typer(pretty_exceptions_enable=False, rich_markup_mode=None)
 
 # The names in plans.PRESETS and merges.NAMES, written out because those import torch; a test compares them.
 Preset = Literal[
@@ -66,6 +66,7 @@ def _relprop(
     relprop check photos/                  does it add up? for CI
     relprop train folder --data photos/    a network of your own, to be explained
     relprop models                         names, and weights that can be had
+    relprop doctor                         is all there? what is missing?
 
     Exit codes: 0, all done; 1, an image failed or does not add up; 2, nothing could be done; 130, interrupted. An error
     is one sentence; with --debug, anywhere, its traceback comes along.
@@ -243,7 +244,7 @@ def models(as_json: AsJson = False) -> None:
     typer.echo(f"\nThe cache is {folder()}; torchvision:NAME and timm:NAME take any model of theirs.")
 
 
-for _verb in (cli_compare.compare, *cli_study.VERBS, cli_reproduce.reproduce, cli_train.train):
+for _verb in (cli_compare.compare, *cli_study.VERBS, cli_reproduce.reproduce, cli_train.train, cli_doctor.doctor):
     app.command()(_verb)
 
 

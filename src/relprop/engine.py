@@ -108,7 +108,7 @@ def explain(
     split: str | Split | Shares | None = None,
     identity_skips: bool = True,
     overrides: Mapping[Any, Override] | None = None,
-    start: str | Tensor | None = None,
+    start: str | Tensor | Callable[[Tensor], Tensor] | None = None,
     layer: str | None = None,
     output: Output = None,
     layers: Sequence[str] = (),
@@ -129,7 +129,8 @@ def explain(
         identity_skips: As there.
         overrides: As there.
         start: What the target starts with: ``"probability"`` (the default), ``"logit"``, ``"one"``, a tensor shaped
-            like the target, or one shaped like the output for a start at every class. Where the output is a map, a
+            like the target, or one shaped like the output for a start at every class, which may also be a function of
+            the output. Where the output is a map, a
             target starts at all pixels that are predicted to be of its class (at all there are, if none is), and a
             tensor shaped like the output at a set of the user's own. At a layer: ``"value"`` (the default) or ``"one"``
             at all places of a channel, or a tensor shaped like the layer's output for any neuron or region.
@@ -137,7 +138,8 @@ def explain(
             model's; ``"name#1"`` means its second call.
         output: Which of the tensors that the model returns to explain: a key or a position. Not needed for one that
             is alone, or called ``out`` or ``logits``.
-        layers: Names of modules at whose inputs the relevance is to be kept, for ``relevance_at``.
+        layers: Names of modules at whose inputs the relevance is to be kept, for ``relevance_at``; with ``:output``
+            behind the name, at its output.
         strict: Whether to raise at the first leak that no cause explains.
         recompute: Whether to keep only some values between blocks and compute the others again on the way back: less
             memory, for large images and networks over volumes, at the price of one more forward pass.
@@ -183,7 +185,8 @@ def explain(
             return (scaled.movedim(0, 1) if several else scaled[0]).contiguous()
 
         begun = (ledger.start * scale).T.to(answer.dtype)
-        how = start if isinstance(start, str) else "tensor" if start is not None else place.start
+        how = start if isinstance(start, str) else place.start if start is None else "function"
+        how = "tensor" if isinstance(start, Tensor) else how
         return Explanation(
             relevance=form.like([user(r) for r in results]),
             target=targets,

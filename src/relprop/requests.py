@@ -28,6 +28,9 @@ PRECISIONS = (torch.float32, torch.float64)
 HALVES = (torch.float16, torch.bfloat16)
 """In these, relevance cannot add up: such models are explained in float32."""
 
+OUTPUT = ":output"
+"""Behind a module's name among the layers whose relevance is kept: that of its output, not of its input."""
+
 Beginning = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 """From output and targets to the relevance to start with, ``(T, B, classes)``, and its unit, ``(T, B)``."""
 
@@ -245,8 +248,23 @@ def targets(target: Any, output: Sequence[int], what: str = "the model has {0} c
     return tensor
 
 
+def name_of(layer: nn.Module | str, model: nn.Module) -> str:
+    """The name of a module inside a model; a name stays as it is.
+
+    Raises:
+        RelpropError: If it is not in there.
+    """
+    if isinstance(layer, str):
+        return layer
+    name = next((name for name, there in model.named_modules() if there is layer), None)
+    if not isinstance(name, str) or not name:
+        msg = f"The layer ({type(layer).__name__}) is no module inside {type(model).__name__}; pass one, or its name."
+        raise RelpropError(msg)
+    return name
+
+
 def layers(names: Sequence[str], graph: Graph) -> list[Call]:
-    """All calls of the modules of these names.
+    """All calls of the modules of these names, which may end in ``:output``.
 
     Raises:
         RelpropError: If there is no such module.
@@ -257,11 +275,12 @@ def layers(names: Sequence[str], graph: Graph) -> list[Call]:
         msg = f"layers is {_brief(names)}; pass a list of modules' names."
         raise RelpropError(msg)
     for name in [names] if isinstance(names, str) else names:
-        found = [call for call in calls if call[0] == name]
+        module = str(name).removesuffix(OUTPUT)
+        found = [(str(name), call) for there, call in calls if there == module]
         if not found:
-            near = get_close_matches(str(name), sorted({call[0] for call in calls}), 3)
+            near = get_close_matches(module, sorted({call[0] for call in calls}), 3)
             hint = f"; the nearest names are {', '.join(near)}" if near else ""
-            msg = f"There is no module {name!r} to keep the relevance of{hint}."
+            msg = f"There is no module {module!r} to keep the relevance of{hint}."
             raise RelpropError(msg)
         wanted += found
     return wanted
@@ -271,7 +290,8 @@ def start(value: Any, target: Tensor | None, output: Sequence[int], layer: str |
     """How the sweep begins: with one at each target, scaled afterwards, so that tiny probabilities do not underflow.
 
     Args:
-        value: What the user asked for; None for the class' probability, or the values of a hidden layer.
+        value: What the user asked for; None for the class' probability, or the values of a hidden layer. A function
+            gets the output and gives a start at every class.
         target: The targets.
         output: The shape of the output.
         layer: The hidden layer at which it begins, if any.
@@ -292,6 +312,11 @@ def start(value: Any, target: Tensor | None, output: Sequence[int], layer: str |
         if len(output) > 2:
             return lambda y, t: _at_places(t, y, kinds[value](y), everywhere=hidden)
         return lambda y, t: _at(t, y, kinds[value](y).gather(1, t if t.ndim == 2 else t[:, None]).T)
+    if callable(value) and target is None:
+        return lambda y, _: _everywhere(_computed(value, y).double(), y)
+    if callable(value):
+        msg = "The start is a function of the whole output; pass it without a target."
+        raise RelpropError(msg)
     if not isinstance(value, Tensor):
         there = f" at {layer!r}, which has no classes" if hidden and value in ("probability", "logit") else ""
         msg = f"The start {_brief(value)} is unknown{there}; pass {', '.join(map(repr, kinds))} or a tensor."
@@ -310,6 +335,16 @@ def start(value: Any, target: Tensor | None, output: Sequence[int], layer: str |
         fitting = f"{tuple(output)}, with no target, for an output with more than one place"
     msg = f"The start has shape {tuple(value.shape)}; it has to be {fitting}."
     raise RelpropError(msg)
+
+
+def _computed(function: Callable[[Tensor], Any], output: Tensor) -> Tensor:
+    """What a user's function makes of the output."""
+    value = function(output.clone())
+    if not isinstance(value, Tensor) or value.shape != output.shape or not torch.isfinite(value).all():
+        got = f"of shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
+        msg = f"The start's function gave {got}; it has to give finite relevance of shape {tuple(output.shape)}."
+        raise RelpropError(msg)
+    return value.detach().to(output.device)
 
 
 def _at(target: Tensor, output: Tensor, amounts: Tensor) -> tuple[Tensor, Tensor]:

@@ -14,11 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from relprop import samples
+from relprop import concepts, samples
 from relprop.attention import Matrices
 from relprop.forward import Forward, Record
 from relprop.gates import Product
-from relprop.graph import Call, Node
+from relprop.graph import Call, Graph, Node
 from relprop.ledger import TOLERANCE, Ledger, total
 from relprop.mapped import Linear, Mapped, Reduction
 from relprop.maps import Dense, LinearMap
@@ -26,6 +26,7 @@ from relprop.merges import Split
 from relprop.norms import Norm
 from relprop.operators import Constant, MaxPool, Sum, reduced
 from relprop.plans import FOLD, HALVES, Plan, Pooling
+from relprop.requests import OUTPUT
 from relprop.rules import Handed, Rule
 
 
@@ -58,7 +59,8 @@ class Sweep:
             record: What the forward pass left; used up on the way.
             start: Relevance of the output, ``(T, B, classes)``.
             scale: What all relevance is to be multiplied with in the end, ``(T, B)``: the ledger's unit.
-            layers: Calls of modules whose inputs' relevance is wanted.
+            layers: Calls of modules whose inputs' relevance is wanted, or that of their outputs, with
+                :data:`relprop.requests.OUTPUT` behind the name.
             several: Whether the user asked for several targets.
             strict: Whether to stop at a leak that no cause explains.
 
@@ -72,11 +74,8 @@ class Sweep:
         names, tolerance = tuple(n.name for n in graph), TOLERANCE[start.dtype]
         ledger = Ledger(names, calls, total(start), scale, several, tolerance, graph.inputs)
         signed = not self.plan.keeps_sign or bool((start < 0).any())
-        crossing = {
-            call: frozenset((i, j) for i in calls[call] for j in graph.nodes[i].inputs if j not in calls[call])
-            for call in layers
-        }
-        caught: dict[Call, Tensor] = {}
+        crossing = {call: _crossing(graph, call) for call in layers}
+        caught = {call: start.clone() for call, edges in crossing.items() if not edges}  # whose output is the model's
         arrived = {len(graph) - 1: _Flow(start, signed, leads[-1], batch)}
         cuts = list(record.cuts)
         for i in range(len(graph) - 1, graph.inputs - 1, -1):
@@ -242,6 +241,16 @@ class _Flow:
         both.relevance = one.relevance.add_(two.relevance) if one.own else one.relevance + two.relevance
         both.amount, both.size, both.own = self.amount + other.amount, self.size + other.size, True
         return both
+
+
+def _crossing(graph: Graph, call: Call) -> frozenset[tuple[int, int]]:
+    """The edges that lead out of a call of a module, towards its inputs; or into it, at its output."""
+    module = (call[0].removesuffix(OUTPUT), call[1])
+    inside = graph.calls[module]
+    if module == call:
+        return frozenset((i, j) for i in inside for j in graph.nodes[i].inputs if j not in inside)
+    output = concepts.find(graph, f"{module[0]}#{module[1]}")
+    return frozenset((i, output) for i, node in enumerate(graph) if i not in inside and output in node.inputs)
 
 
 def _over_first(op: Reduction, rule: Rule, a: Tensor, r: Tensor, batch: int, lead: int | None) -> Handed:

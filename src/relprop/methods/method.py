@@ -151,8 +151,12 @@ def content_seeds(x: Tensor, salt: str) -> list[int]:
     return [int.from_bytes(digest[:4], "little") for digest in digests]
 
 
-def extra(name: str) -> Any:
+def extra(name: str, source: str = "relprop[methods]") -> Any:
     """Imports a module of a package that not everybody has.
+
+    Args:
+        name: The module.
+        source: What pip gets it with.
 
     Raises:
         RelpropError: If it is not installed.
@@ -163,4 +167,4 @@ def extra(name: str) -> Any:
         return importlib.import_module(name)
     except ImportError as error:
         package = name.partition(".")[0]
-        raise RelpropError(f"This needs {package}; install it with pip install 'relprop[methods]'.") from error
+        raise RelpropError(f"This needs {package}; install it with pip install '{source}'.") from error
