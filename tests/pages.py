@@ -38,6 +38,9 @@ ELSEWHERE = {"cat.png"} | {
 }
 """Pictures that commands make: `make demo`, and `relprop reproduce`."""
 
+WRITTEN = {"reproduction.md": "it needs ImageNet, and hours; test_reproduction.py runs its commands on less"}
+"""Pages that are written by a command, whose code is not run, and why."""
+
 _BLOCK = re.compile(
     r"(?:^\*Not run by the tests: (?P<reason>.+?)\*\n+)?"
     r"^(?:```(?P<language>\w+)\n(?P<text>.*?)^```$|<!-- first\n(?P<first>.*?)^-->$)",
@@ -69,15 +72,17 @@ def blocks(page: Path) -> list[Block]:
             language, code, group = "python", match["first"], "first"
         line = text.count("\n", 0, match.start(group)) + 1
         if language in ("python", "sh"):
-            reason = match["reason"] and " ".join(match["reason"].split())
+            reason = " ".join(match["reason"].split()) if match["reason"] else WRITTEN.get(page.name)
             found.append(Block(page.name, line, language, code, reason))
     return found
 
 
 def commands(page: Path) -> Iterator[list[str]]:
     """Every command line of a page, in a block or indented; without its comment."""
-    for line in page.read_text(encoding="utf-8").replace("\\\n", " ").splitlines():
-        if re.match(r"(    )?(relprop|make|pip) ", line) and "$" not in line:
+    fenced = "".join(block.text for block in blocks(page) if block.language == "sh")
+    indented = re.findall(r"^    ((?:relprop|make|pip) .*)$", page.read_text(encoding="utf-8"), re.MULTILINE)
+    for line in [*fenced.replace("\\\n", " ").splitlines(), *indented]:
+        if re.match(r"(relprop|make|pip) ", line):
             yield shlex.split(line, comments=True)
 
 
