@@ -141,13 +141,14 @@ def _inside(folder: Path) -> Iterator[None]:
 
 
 def _smaller(text: str) -> str:
-    """A small network and few points instead of the page's."""
-    text = re.sub(r'relprop\.load\("(resnet50|efficientnet_lite0)"(, weights="\w+")?\)', _LOADED, text)
+    """A small network instead of the page's, a tiny one for studies; and few points."""
+    small = "timm:test_resnet" if "relprop.evaluate" in text else "resnet18"
+    load = f'relprop.load("{small}", weights="random")'
+    text = re.sub(r'relprop\.load\("(resnet50|efficientnet_lite0)"(, weights="\w+")?\)', load, text)
     text = re.sub(r"\bpoints=\d+", "points=3", text)
     return re.sub(r"\bresnet50\b", "resnet18", text)
 
 
-_LOADED = 'relprop.load("resnet18", weights="random")'
 _SMALL = {
     "compare": {"--model": "timm:test_resnet", "--points": "2", "--seeds": "1"},
     "evaluate": {"--model": "timm:test_resnet", "--points": "2", "--seeds": "1", "--limit": "2"},
