@@ -8,7 +8,7 @@ STAMP := $(VENV)/.installed
 WORKERS ?= 2
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint types pytest docs figures support bench format clean
+.PHONY: help demo test lint types pytest docs figures install support bench format clean
 
 help: ## show this list
 	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 10
@@ -33,6 +33,9 @@ docs: $(STAMP) ## build the documentation into build/site, strictly; open build/
 
 figures: $(STAMP) ## run the pages' own code with real weights and keep its pictures in docs/images; ARGS=tutorial.md for one
 	$(BIN)/python -W ignore tests/pages.py $(ARGS)
+
+install: $(STAMP) ## build wheel and sdist, install each for real into an empty environment, use it outside; takes minutes
+	.ci/install $(BIN)/python
 
 support: $(STAMP) ## examine every model of the support matrix and write docs/support.md; takes most of an hour
 	$(BIN)/python -W ignore tests/sums.py

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import inspect
+import re
+import shutil
 import subprocess
 import sys
 import warnings
 from collections.abc import Iterator
+from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,7 +19,7 @@ import tiny
 import torch
 from torch import Tensor, nn
 
-import relprop
+import relprop.adapters
 from relprop.compat import import_torchvision
 from relprop.images import PHOTO
 from relprop.state import State
@@ -493,6 +497,7 @@ def test_module_of_a_loaded_model_knows_the_range_of_pixels() -> None:
     assert torch.equal(explained, relprop.explain(model, x, preset="epsilon-gamma-box").relevance)
 
 
+@pytest.mark.filterwarnings("ignore:Guards may run slower on Python 3.13.0:RuntimeWarning")  # says torch
 def test_module_inside_a_compiled_one(net: nn.Module) -> None:
     from relprop.adapters.module import Explainer
 
@@ -546,3 +551,33 @@ def _photo() -> Any:
     from PIL import Image
 
     return Image.open(PHOTO).convert("RGB")
+
+
+# -- the examples in their docstrings ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", relprop.adapters.__all__)
+def test_the_example_of(
+    name: str,
+    torchvision_model: Any,
+    request: pytest.FixtureRequest,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(shutil.copy(PHOTO, tmp_path / "photo.jpg").parent)
+    module = import_module(f"relprop.adapters.{name}")
+    (example,) = re.findall(r"```python\n(.*?)```", module.__doc__ or "", re.DOTALL)
+    x = torch.rand(1, 3, 32, 32)
+    given = {"torch": torch, "model": torchvision_model("resnet18"), "x": x, "images": x, "normalise": nn.Identity()}
+    given["rgb"] = x[0].permute(1, 2, 0).numpy()
+    if name == "quantus":
+        given |= {"x": x.numpy(), "y": np.array([281])}
+    if name == "transformers":
+        hugging = request.getfixturevalue("hugging")
+        given |= {"model": hugging["model"], "processor": hugging["image_processor"]}
+    exec(compile(example, name, "exec"), given)
+    assert "Failed to evaluate" not in capsys.readouterr().out
+    shapes = {"several": (1, 2, 3, 32, 32), "hidden": (1, 512, 1, 1), "heatmaps": (1, 32, 32), "grayscale": (1, 32, 32)}
+    for key, shape in shapes.items():
+        assert key not in given or given[key].shape == shape, key

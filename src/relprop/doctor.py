@@ -16,7 +16,6 @@ from packaging.requirements import Requirement
 from torch import nn
 
 from relprop import __version__, cache
-from relprop.catalogue import NAMES, labels
 from relprop.compat import import_torchvision
 from relprop.engine import explain
 from relprop.weights import sha256_of
@@ -217,8 +216,7 @@ def _cache() -> Iterator[Finding]:
             remedy = f"remove {file}; it is fetched anew when it is asked for"
             yield Finding("weights", name, "problem", f"is damaged: sha256 {sha256[:16]}...", remedy, about)
     if not files:
-        some = next(name for name in NAMES if labels(name))
-        yield Finding("weights", "none", "note", "are in the cache yet", f"relprop explain fetches those of {some}")
+        yield Finding("weights", "none", "note", "are in the cache yet", "relprop explain fetches those of resnet50")
 
 
 def _tools() -> Iterator[Finding]:

@@ -28,8 +28,6 @@ __all__ = ["LRP", "LayerLRP"]
 if TYPE_CHECKING:  # Captum has no types; these are as much of it as is used
 
     class Attribution:
-        forward_func: nn.Module
-
         def __init__(self, forward_func: Any) -> None: ...
 
     class LayerAttribution(Attribution):
@@ -43,6 +41,11 @@ else:
     log_usage = extra("captum.log").log_usage()  # NoiseTunnel calls what it wraps
 
 
+def _module(model: Any) -> Any:
+    """What Captum calls: it may be put into evaluation mode later."""
+    return model if isinstance(model, nn.Module) else getattr(model, "module", model)
+
+
 class LRP(lrp.LRP, Attribution):
     """Layer-wise relevance propagation that loses nothing at skip connections, as one of Captum's attributions.
 
@@ -54,7 +57,7 @@ class LRP(lrp.LRP, Attribution):
 
     def __init__(self, model: Any, **options: Any) -> None:
         lrp.LRP.__init__(self, model, **options)
-        Attribution.__init__(self, requests.module(model, halves=True))
+        Attribution.__init__(self, _module(model))
 
     attribute = log_usage(lrp.LRP.attribute)
 
@@ -88,7 +91,7 @@ class LayerLRP(LRP, LayerAttribution):
     """
 
     def __init__(self, model: Any, layer: nn.Module | str | list[nn.Module | str], **options: Any) -> None:
-        LayerAttribution.__init__(self, requests.module(model, halves=True), layer)
+        LayerAttribution.__init__(self, _module(model), layer)
         LRP.__init__(self, model, **options)
         self.layer = layer
 
@@ -120,7 +123,7 @@ class LayerLRP(LRP, LayerAttribution):
             RelpropError: If there is no such layer, it is called more than once, or the request cannot be met.
         """
         wanted = self.layer if isinstance(self.layer, list) else [self.layer]
-        names = [requests.name_of(layer, self.forward_func).partition("#") for layer in wanted]
+        names = [requests.name_of(layer, requests.module(self.model, halves=True)).partition("#") for layer in wanted]
         suffix = "" if attribute_to_layer_input else requests.OUTPUT
         first = inputs if isinstance(inputs, tuple) else (inputs,)
         layers = [name + suffix for name, _, _ in names]
