@@ -8,7 +8,7 @@ STAMP := $(VENV)/.installed
 WORKERS ?= 2
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint types pytest install support bench format clean
+.PHONY: help demo test lint types pytest docs figures install support bench format clean
 
 help: ## show this list
 	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 10
@@ -27,6 +27,12 @@ types: $(STAMP) ## mypy --strict on src/relprop
 
 pytest: $(STAMP) ## the tests alone; ARGS="-k ledger" to choose
 	$(BIN)/python -m pytest -q -n $(WORKERS) $(ARGS)
+
+docs: $(STAMP) ## build the documentation into build/site, strictly; open build/site/index.html
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -W ignore -m mkdocs build --strict
+
+figures: $(STAMP) ## run the pages' own code with real weights and keep its pictures in docs/images; ARGS=tutorial.md for one
+	$(BIN)/python -W ignore tests/pages.py $(ARGS)
 
 install: $(STAMP) ## build wheel and sdist, install each for real into an empty environment, use it outside; takes minutes
 	.ci/install $(BIN)/python

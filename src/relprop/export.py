@@ -7,10 +7,13 @@ rules, serve both. What is exported is good for inputs of one shape only, and th
 
 from __future__ import annotations
 
+import io
+import logging
 import operator
 import warnings
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, redirect_stderr
 from typing import Any
 
 import torch
@@ -63,8 +66,7 @@ def trace(model: nn.Module, form: Form, tensors: Sequence[Tensor], *, hooked: bo
         for function, rewrite in operators.REWRITES.items()
         for overload in _overloads(getattr(function, "__name__", ""))
     }
-    with TRACING, undisturbed(model), torch.no_grad(), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch remarks on its own ways here
+    with TRACING, undisturbed(model), torch.no_grad(), _quiet():
         try:
             program = torch.export.export(_Answer(model, form).eval(), tuple(tensors), strict=False)
             program = program.run_decompositions(steps)
@@ -75,6 +77,20 @@ def trace(model: nn.Module, form: Form, tensors: Sequence[Tensor], *, hooked: bo
             msg = f"{type(model).__name__} cannot be exported by torch.export ({type(error).__name__}: {reason})."
             raise TraceError(msg) from error
         return made(model, _recording(model, program), form, tensors)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Torch remarks on its own ways here, and prints what it had when it gives up: one sentence, ours, is enough."""
+    remarks = logging.getLogger("torch.fx.experimental.symbolic_shapes")
+    before = remarks.disabled
+    remarks.disabled = True
+    try:
+        with warnings.catch_warnings(), redirect_stderr(io.StringIO()):
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        remarks.disabled = before
 
 
 def _overloads(name: str) -> list[OpOverload]:
