@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from relprop.datasets import cub, folder, imagenet, streams
+from relprop.datasets import cub, folder, imagenet
 from relprop.datasets.geometry import Box, to_crop
 from relprop.datasets.loader import Batch, batches
 from relprop.datasets.place import Place
@@ -22,8 +22,8 @@ __all__ = ["Batch", "Box", "Dataset", "Place", "Sample", "Stream", "batches", "o
 
 _LAYOUTS = (
     "ImageNet's synset folders (n01440764/), folders named by class index (0/ to 999/), CUB-200-2011 (images.txt), one "
-    "folder a class, or images with or without a CSV file of their classes; a listing (.txt, .csv) or a WebDataset shard "
-    "(.tar)"
+    "folder a class, or images with or without a CSV file of their classes; a listing (.txt, .csv) or a WebDataset "
+    "shard (.tar)"
 )
 
 

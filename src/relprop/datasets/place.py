@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -59,10 +60,9 @@ def filesystem(url: str) -> tuple[Any, str]:
     Raises:
         RelpropError: If the scheme is unknown, or its package is missing.
     """
-    import fsspec  # noqa: PLC0415 - torch brings it along, and few need it
-
     try:
-        files, path = fsspec.core.url_to_fs(url)
+        # Torch brings it along, and few need it.
+        files, path = importlib.import_module("fsspec.core").url_to_fs(url)
     except (ImportError, ValueError) as error:
         raise RelpropError(f"{url} cannot be reached: {str(error).rstrip('.')}.") from error
     return files, path

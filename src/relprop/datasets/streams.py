@@ -142,7 +142,7 @@ def _shard(path: str) -> Iterator[Sample]:
     try:
         with _opened(path) as file, tarfile.open(fileobj=file, mode="r:") as tar:
             for member in tar:
-                tar.members = []  # a shard may have any number, and tarfile would keep them all
+                vars(tar)["members"] = []  # a shard may have any number, and tarfile would keep them all
                 if not member.isfile():
                     continue
                 here, ending = _parted(member.name)

@@ -59,8 +59,8 @@ class Scorer:
     Args:
         model: A module in evaluation mode, or what ``relprop.load`` returns; it is never changed.
         example: A batch of inputs like those that will be scored; not needed for ``engine="eager"``.
-        engine: ``"auto"``, the fastest; ``"steady"``, the first of frozen, folded and eager that agrees, whatever a clock
-            says, so that two processes on like machines have the same last digits; or the name of the one to use.
+        engine: ``"auto"``, the fastest; ``"steady"``, the first of frozen, folded and eager that agrees, whatever a
+            clock says, so that two processes on like machines have the same last digits; or the name of the one to use.
         precision: ``"float32"``, the model's own; or ``"bf16"``, for convolutional networks on processors that have it,
             where probabilities to a few hundredths are enough. Where that cannot be had, it is the former.
         chunk: Images in one forward pass; by default 8 on a CPU, and as many as there are elsewhere.

@@ -242,7 +242,7 @@ def rows_of(table: Any) -> list[Row]:
 
 def _row(found: Sequence[Any]) -> Row:
     *facts, numbers, curves = found
-    return Row(*facts, values=json.loads(numbers), curves=json.loads(curves))
+    return Row(*facts, json.loads(numbers), json.loads(curves))
 
 
 def read(folder: Path) -> list[Row]:

@@ -57,7 +57,7 @@ class Local:
         pool = ThreadPoolExecutor(1, thread_name_prefix="relprop-ahead")
         try:
             while True:
-                while len(pending) <= _AHEAD and (pieces := next(todo, None)):
+                while len(pending) <= _AHEAD and (pieces := next(todo, [])):
                     pending.append((pieces, pool.submit(run.load, pieces[0].samples)))
                 if not pending:
                     return

@@ -110,9 +110,13 @@ class Log:
         if self._silent:
             self.tell()
 
+    def fraction(self, piece: Piece) -> float:
+        """Which part of the methods a piece has."""
+        return len(self._run.groups[piece.group]) / len(self._run.named)
+
     def _share(self, piece: Piece) -> float:
         """A piece in images."""
-        return len(piece.batch.samples) * len(self._run.groups[piece.group]) / len(self._run.named)
+        return len(piece.batch.samples) * self.fraction(piece)
 
     def _take(self, keys: Sequence[str], notes: Sequence[Entry]) -> None:
         self._journal.claim(keys)

@@ -1,8 +1,8 @@
 """Parts: the rows of a study as Parquet files at a URL, some thousand in each, while it goes on.
 
-Which rows are in which part is written down in the journal before the part is written, so that a part that was lost when
-the driver was killed is written again, whole and the same, and no row is in two parts. Where the journal is lost with its
-machine, the parts bring it back.
+Which rows are in which part is written down in the journal before the part is written, so that a part that was lost
+when the driver was killed is written again, whole and the same, and no row is in two parts. Where the journal is lost
+with its machine, the parts bring it back.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Pieces: a study cut into what is done, lost and done again as a whole.
 
 A piece is a batch of images and some of the methods. Both follow from the study alone: the batches from the order of
-the images, the groups of methods from what they cost by arithmetic. Whoever works on a piece, and whenever, explains the
-same images together, so that even the last digits agree on like machines.
+the images, the groups of methods from what they cost by arithmetic. Whoever works on a piece, and whenever, explains
+the same images together, so that even the last digits agree on like machines.
 """
 
 from __future__ import annotations

@@ -8,11 +8,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from relprop import datasets, methods, requests
-from relprop.datasets import Dataset, Stream, streams
-from relprop.errors import RelpropError
+from relprop.datasets import Dataset, Stream
 from relprop.methods import Method
-from relprop.study import manifest, measures, pieces
+from relprop.study import manifest
 from relprop.study.journal import PRODUCT, Row
 from relprop.study.local import Local
 from relprop.study.log import Log
@@ -20,6 +18,7 @@ from relprop.study.output import Output
 from relprop.study.parts import Parts
 from relprop.study.pieces import Batch, Shard
 from relprop.study.progress import Progress
+from relprop.study.request import Request
 from relprop.study.runner import Runner
 from relprop.study.table import Table, tabulate
 
@@ -59,7 +58,7 @@ class Study:
 
 def evaluate(
     model: Any,
-    data: Dataset | str | os.PathLike[str],
+    data: Dataset | Stream | str | os.PathLike[str],
     methods: Sequence[str | Method] = ("paper",),  # noqa: A002, RUF100 - the contract's name
     metrics: Sequence[str] = ("insertion-deletion",),
     *,
@@ -105,17 +104,9 @@ def evaluate(
         RelpropError: If the request cannot be met.
         KeyboardInterrupt: If it is interrupted; what was measured is in ``out``, and the same call continues.
     """
-    if not hasattr(model, "prepare") or not hasattr(model, "preparation"):
-        msg = "A study needs to know how the model wants its images; pass what relprop.load returns."
-        raise RelpropError(msg)
-    requests.module(model)
-    chosen = data if isinstance(data, Dataset | Stream) else streams.read(os.fspath(data)) or datasets.open(data)
-    chosen = chosen if limit is None else chosen.limit(limit, seed)
-    named = [m if isinstance(m, Method) else get_method(m) for m in dict.fromkeys(methods)]
-    wanted = measures.make(metrics, protocol, options)
-    batches = pieces.batches(chosen, batch_size, shard)
+    asked = Request.of(model, data, methods, metrics, protocol, limit, seed, shard, batch_size, precision, options)
+    run, named, wanted, chosen = asked.run, asked.run.named, asked.run.wanted, asked.data
     place = Output.at(out)
-    run = Runner(model, named, wanted, batch_size, precision)
     facts: dict[str, Any] = {
         "command": manifest.command(),
         "started": manifest.now(),
@@ -124,7 +115,7 @@ def evaluate(
         "weights": run.weights,
         "data": chosen.name,
         "layout": chosen.layout,
-        "images": pieces.count(chosen, batch_size, shard),
+        "images": asked.images,
         "methods": [m.name for m in named],
         "metrics": [f"{m.metric} {m.protocol}".strip() for m in wanted],
         "settings": {k: str(v) for k, v in {"limit": limit, "seed": seed, "protocol": protocol, **options}.items()},
@@ -140,7 +131,7 @@ def evaluate(
         manifest.write(place.folder, facts)
         log = Log(run, journal, parts, facts["images"], progress)
         try:
-            (engine or Local())(run, batches, log)
+            (engine or Local())(run, asked.batches(), log)
             log.close()
         except BaseException:  # Ctrl-C, say; what was measured is in the journal, a method of a batch at a time
             manifest.write(place.folder, {**facts, "stopped": manifest.now()})
@@ -155,8 +146,3 @@ def evaluate(
         if parts is not None:
             parts.put(manifest.FILE, json.dumps(facts, indent=2, default=str) + "\n")
     return Study(rows, failures, notes, facts)
-
-
-get_method = methods.get
-"""The registry's, under a name that the argument of :func:`evaluate` does not hide."""
-
