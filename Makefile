@@ -26,7 +26,7 @@ types: $(STAMP) ## mypy --strict on src/relprop
 	$(BIN)/mypy
 
 pytest: $(STAMP) ## the tests alone; ARGS="-k ledger" to choose
-	$(BIN)/python -m pytest -q -n $(WORKERS) $(ARGS)
+	$(BIN)/python -m pytest -q -n $(WORKERS) --dist loadgroup $(ARGS)
 
 support: $(STAMP) ## examine every model of the support matrix and write docs/support.md; takes most of an hour
 	$(BIN)/python -W ignore tests/sums.py

@@ -15,6 +15,8 @@ __all__ = ["Trials"]
 
 TRIES = 2
 
+_GUILTY = f"It ended {TRIES} workers that did nothing else ({{}})."
+
 
 @dataclass
 class _Trial:
@@ -54,12 +56,15 @@ class Trials:
         if deaths < TRIES:
             return [piece]
         if image:
-            self._trials[whole].guilty[image] = f"It ended {TRIES} workers that did nothing else ({why})."
+            self._trials[whole].guilty[image] = _GUILTY.format(why)
             return self._heard(whole, image)
         names = [sample.name for sample in piece.samples]
         if whole in self._acquitted:
             reason = f"Together with its batch it ended several workers, alone it did not ({why})."
             self.aside += [(piece, name, reason) for name in names]
+            return []
+        if len(names) == 1:
+            self.aside.append((piece, names[0], _GUILTY.format(why)))
             return []
         self._trials[whole] = _Trial(piece, set(names))
         every = {sample.name for sample in piece.batch.samples}

@@ -241,8 +241,8 @@ def rows_of(table: Any) -> list[Row]:
 
 
 def _row(found: Sequence[Any]) -> Row:
-    *facts, numbers, curves = found
-    return Row(*facts, json.loads(numbers), json.loads(curves))
+    name, image, label, target, method, metric, protocol, numbers, curves = found
+    return Row(name, image, label, target, method, metric, protocol, json.loads(numbers), json.loads(curves))
 
 
 def read(folder: Path) -> list[Row]:
