@@ -3,7 +3,7 @@
 A cluster of two nodes on this machine, each with one CPU, works on a study of a small network; every piece takes a
 second, so that there is something to kill. Every few seconds a worker gets a SIGKILL, by lot, and at a third and at two
 thirds of the time the driver does, and is started again. When the time is up, nobody is killed any more, and the study
-ends. Its rows have to be those of one process that was left alone, to the last digit. On stdout: what happened, as JSON.
+ends. Its rows have to be those of one process that was left alone, to the last digit. On stdout: what happened.
 """
 
 import argparse
@@ -50,8 +50,8 @@ def _workers() -> list[int]:
         try:
             parents[int(folder.name)] = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
             names[int(folder.name)] = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
-        except (OSError, ValueError):
-            continue  # it has ended meanwhile
+        except (OSError, ValueError):  # noqa: PERF203 - it has ended meanwhile
+            continue
 
     def mine(pid: int) -> bool:
         while pid > 1:

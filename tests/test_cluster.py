@@ -20,6 +20,7 @@ from torch import Tensor, nn
 import relprop
 from relprop import datasets, zoo
 from relprop.cli import main
+from relprop.cli_study import spelled
 from relprop.cluster import Cluster
 from relprop.methods import Method
 from relprop.study import Progress, evaluate, read, tabulate
@@ -112,8 +113,9 @@ def test_a_cluster_that_loses_a_node_has_the_rows_of_one_machine(
 
 
 @ray_only
+@pytest.mark.usefixtures("nodes")
 def test_an_image_that_ends_workers_is_set_aside_and_costs_no_other(
-    model: zoo.Model, photos: Path, nodes: Any, tmp_path: Path
+    model: zoo.Model, photos: Path, tmp_path: Path
 ) -> None:
     some = replace(datasets.open(photos), samples=datasets.open(photos).samples[:5])
     poison = model.prepare(some[2].path)
@@ -193,7 +195,71 @@ def test_a_plan_is_printed_before_anything_runs(
     assert stop.value.code == 0
     assert "40 in 5 batches" in out
     assert "pieces    5: 1 group of methods on every batch; 0 done" in out
-    assert "forwards  780; an image costs paper 9.5, grad-cam 8" in out
+    assert "forwards  680; an image costs paper 9, grad-cam 7" in out
     assert re.search(r"speed     [\d.e+]+ forwards/s, measured with grad-cam on 4 images", out)
     assert re.search(r"time      .* of one worker, .* of 2", out)
     assert not list(tmp_path.iterdir())
+
+
+# -- Without a cluster --
+
+
+def test_an_address_where_nobody_is_gets_a_sentence(model: zoo.Model, photos: Path) -> None:
+    for engine, words in (
+        (Cluster("127.0.0.1:9"), "No Ray cluster answers at 127.0.0.1:9: Connection refused"),
+        (Cluster("nonsense"), "The address 'nonsense' is not understood; write HOST:PORT"),
+    ):
+        with pytest.raises(RelpropError, match=words):
+            evaluate(model, photos, METHODS, engine=engine, **ASKED)
+    with pytest.raises(RelpropError, match="needs some of one"):
+        Cluster(cpus=0)
+    with pytest.raises(RelpropError, match="There cannot be 0 workers"):
+        Cluster(workers=0)
+
+
+def test_ray_may_stand_alone_in_a_command() -> None:
+    for words, expected in (
+        ("evaluate x --ray", "evaluate x --ray auto"),
+        ("evaluate --ray x --out y", "evaluate --ray auto x --out y"),
+        ("evaluate x --ray --workers 3", "evaluate x --ray auto --workers 3"),
+        ("evaluate x --ray head:6379 --out y", "evaluate x --ray head:6379 --out y"),
+        ("evaluate x --ray ray://head:10001", "evaluate x --ray ray://head:10001"),
+        ("evaluate x", "evaluate x"),
+    ):
+        assert spelled(words.split()) == expected.split()
+
+
+def some_piece(images: int) -> Piece:
+    return Piece(Batch(0, tuple(datasets.Sample(Path(f"{i}"), None, f"{i}") for i in range(images))), 0, "piece")
+
+
+def test_nobody_is_set_aside_for_bad_luck() -> None:
+    trials = Trials()
+    piece = some_piece(2)
+    assert trials.blame(piece, "once") == [piece]
+    alone = trials.blame(piece, "twice")
+    assert [[sample.name for sample in each.samples] for each in alone] == [["0"], ["1"]]
+    assert trials.blame(alone[0], "once") == [alone[0]]  # unlucky again
+    assert trials.acquit(alone[0]) == []
+    assert trials.acquit(alone[1]) == [piece]  # one more chance
+    assert not trials.aside
+
+
+def test_what_only_a_whole_batch_does_sets_it_aside() -> None:
+    trials = Trials()
+    piece = some_piece(2)
+    alone = [*trials.blame(piece, "x"), *trials.blame(piece, "x")][1:]
+    assert [*trials.acquit(alone[0]), *trials.acquit(alone[1])] == [piece]
+    assert trials.blame(piece, "x") == [piece]
+    assert trials.blame(piece, "out of memory") == []
+    assert [(name, "Together with its batch" in why) for _, name, why in trials.aside] == [("0", True), ("1", True)]
+
+
+def test_one_image_that_ends_two_workers_is_set_aside_at_once() -> None:
+    trials = Trials()
+    piece = some_piece(1)
+    assert trials.blame(piece, "x") == [piece]
+    assert trials.blame(piece, "segmentation fault") == []
+    ((_, name, why),) = trials.aside
+    assert name == "0"
+    assert why == "It ended 2 workers that did nothing else (segmentation fault)."

@@ -111,9 +111,9 @@ class Journal:
     def __len__(self) -> int:
         return int(self.file.execute("SELECT count(*) FROM rows").fetchone()[0])
 
-    def keys(self) -> set[str]:
+    def keys(self) -> Iterator[str]:
         """The keys of all rows."""
-        return {k for (k,) in self.file.execute("SELECT key FROM rows")}
+        return (k for (k,) in self.file.execute("SELECT key FROM rows"))
 
     def add(self, rows: Iterable[Row]) -> int:
         """Writes rows, all or none; a key that is there already keeps its row.

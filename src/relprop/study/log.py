@@ -69,6 +69,8 @@ class Log:
         """Takes in some rows of a piece that is not done."""
         if rows:
             self._journal.add(rows)
+            if self._parts is not None:
+                self._parts.take(rows)
         self._tally.add(rows)
 
     def add(self, piece: Piece, outcome: Outcome) -> None:
@@ -85,7 +87,7 @@ class Log:
         else:
             self._tally.before += self._share(piece)
         if self._parts is not None:
-            self._parts.take(piece.id, outcome.rows)
+            self._parts.done(piece.id)
         self.tell()
 
     def aside(self, piece: Piece, image: str, why: str) -> None:

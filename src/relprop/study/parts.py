@@ -59,14 +59,17 @@ class Parts:
         self._keys = [k for (k,) in self._file.execute(waiting)]
         self._pieces = [i for (i,) in self._file.execute("SELECT id FROM pieces WHERE part IS NULL")]
 
-    def take(self, piece: str, rows: Sequence[Row]) -> None:
-        """Takes in what came of a piece, and writes a part if it is time to.
+    def take(self, rows: Sequence[Row]) -> None:
+        """Takes in rows."""
+        self._keys += [row.key for row in rows]
+
+    def done(self, piece: str) -> None:
+        """Takes in that a piece is done, and writes a part if it is time to.
 
         Raises:
             RelpropError: If it cannot be written.
         """
         self._pieces.append(piece)
-        self._keys += [row.key for row in rows]
         if len(self._keys) >= ROWS or time.monotonic() - self._when > SECONDS:
             self.ship()
 
