@@ -77,11 +77,12 @@ def main(minutes: float, images: int, seed: int) -> None:
 
     def start() -> subprocess.Popen[bytes]:
         command = [sys.executable, HERE, "--driver", photos, folder / "study", nodes.address]
-        return subprocess.Popen(command, stderr=(folder / "driver.log").open("ab"))
+        log = (folder / "driver.log").open("ab")
+        return subprocess.Popen(command, stdout=log, stderr=log)
 
     begin, driver = time.monotonic(), start()
     kills, drivers = 0, 0
-    due = begin + draw.uniform(5, 15)
+    due = begin + draw.uniform(8, 20)
     while driver.poll() is None:
         time.sleep(0.05)
         spent = time.monotonic() - begin
@@ -92,7 +93,7 @@ def main(minutes: float, images: int, seed: int) -> None:
         if time.monotonic() > due and spent < minutes * 60 and (alive := _workers()):
             os.kill(draw.choice(alive), signal.SIGKILL)
             kills += 1
-            due = time.monotonic() + draw.uniform(5, 15)
+            due = time.monotonic() + draw.uniform(8, 20)
     seconds = time.monotonic() - begin
     alone = _study(photos, None, None)
     found = read(folder / "study") if driver.returncode == 0 else []

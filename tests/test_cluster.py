@@ -18,12 +18,14 @@ import torch
 from torch import Tensor, nn
 
 import relprop
-from relprop import datasets, zoo
+from relprop import RelpropError, datasets, zoo
 from relprop.cli import main
 from relprop.cli_study import spelled
 from relprop.cluster import Cluster
+from relprop.cluster.trials import Trials
 from relprop.methods import Method
 from relprop.study import Progress, evaluate, read, tabulate
+from relprop.study.pieces import Batch, Piece
 
 # Nothing is called but this machine, by its loopback address, and nobody is told that Ray is used.
 os.environ |= {"RAY_USAGE_STATS_ENABLED": "0", "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}

@@ -5,7 +5,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -86,15 +88,19 @@ def evaluate(
     net = load_model(model, weights)
     options: dict[str, Any] = {"points": points, "seeds": seeds}
     engine = _cluster(ray, workers, cpus_per_worker, gpus_per_worker)
+    # Ray tells on stdout of workers that died; that is for results.
+    aside = contextlib.redirect_stdout(sys.stderr) if engine is not None else contextlib.nullcontext()
     if dry_run:
         asked = (net, data, _names(methods), _names(metrics), protocol, limit, seed, part, batch_size, precision)
         request, place = Request.of(*asked, options), Output.at(out)
-        typer.echo(str(forecast(request, place) if engine is None else engine.forecast(request, place)))
+        with aside:
+            plan = forecast(request, place) if engine is None else engine.forecast(request, place)
+        typer.echo(str(plan))
         return DONE
     settings: dict[str, Any] = {**options, "limit": limit, "seed": seed, "shard": part}
     watch = Watch(stderr())
     try:
-        with watch:
+        with watch, aside:
             study = run(
                 net,
                 data,

@@ -21,8 +21,8 @@ __all__ = ["Hand", "Scheduler", "reason"]
 DEPTH = 2
 """Pieces that a worker has: one that it works on, and one so that it need not wait. No more are ever on their way."""
 
-STUMBLES = 5
-"""Workers that may fail to start, one after another, before the study is given up."""
+STUMBLES, DEATHS = 5, 50
+"""Workers that may raise an error when they start, or be dead before they have, until the study is given up."""
 
 _LOOK, _WAIT = 5.0, 60.0
 
@@ -83,7 +83,7 @@ class Scheduler:
         self._trials = Trials()
         self._hands: dict[str, Hand] = {}
         self._again: deque[Piece] = deque()
-        self._hired = self._stumbles = self.deaths = 0
+        self._hired = self._stumbles = self._stillborn = self.deaths = 0
         self.seen: dict[str, Hello] = {}
         self._looked, self._idle = -_LOOK, time.monotonic()
 
@@ -154,19 +154,19 @@ class Scheduler:
         try:
             hello: Hello = self._ray.get(hand.greeting)
         except self._ray.exceptions.RayError as error:
-            self._stumbles += 1
+            raised = isinstance(error, self._ray.exceptions.RayActorError) and error.actor_init_failed
+            self._stumbles += raised
+            self._stillborn += not raised
             self._dismiss(hand)
-            if self._stumbles >= STUMBLES:
-                raise RelpropError(
-                    f"{STUMBLES} workers in a row could not start, the last one for this reason: {reason(error)}."
-                ) from error
+            if self._stumbles >= STUMBLES or self._stillborn >= DEATHS:
+                raise RelpropError(f"No worker can start, the last one for this reason: {reason(error)}.") from error
             return
         if (hello.versions, hello.weights) != (self._versions, self._weights):
             raise RelpropError(
                 f"{hello.place} has relprop {hello.versions[0]} and torch {hello.versions[1]}, the driver has "
                 f"{self._versions[0]} and {self._versions[1]}; install the same ones everywhere."
             )
-        self._stumbles = 0
+        self._stumbles = self._stillborn = 0
         hand.hello = self.seen[hand.name] = hello
 
     def _take(self, hand: Hand) -> None:

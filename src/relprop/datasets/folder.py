@@ -89,4 +89,6 @@ def _images(folder: str, deep: bool) -> Iterator[str]:
             if entry.is_dir(follow_symlinks=False):
                 yield from _images(entry.path, deep) if deep else ()
             elif os.path.splitext(entry.name)[1].lower() in images.SUFFIXES:  # noqa: PTH122
-                yield from [entry.path] if not entry.name.startswith(".") and entry.is_file() else ()
+                # A link may lead nowhere, or in a circle: os.path says no where an entry would raise.
+                there = os.path.isfile(entry.path) if entry.is_symlink() else entry.is_file()  # noqa: PTH113
+                yield from [entry.path] if there and not entry.name.startswith(".") else ()
