@@ -82,8 +82,8 @@ def main(quick: bool) -> None:
 
     keep_freed()
     torch.set_num_threads(1)
-    name, images, size = ("resnet18", 8, 2) if quick else ("resnet50", 32, 2)
-    asked: dict[str, Any] = {"points": 3 if quick else 7, "seeds": 1}
+    name, images, size = ("resnet18", 8, 2) if quick else ("resnet50", 16, 2)
+    asked: dict[str, Any] = {"points": 3 if quick else 5, "seeds": 1}
     model = relprop.load(name, weights="random")
     found: dict[str, tuple[float, float]] = {}
     with tempfile.TemporaryDirectory() as folder:

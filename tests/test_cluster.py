@@ -155,7 +155,7 @@ def test_a_driver_that_is_killed_continues(model: zoo.Model, photos: Path, nodes
         "from relprop.cluster import Cluster\n"
         "parts.ROWS = 16\n"
         "evaluate(tiny.model(), sys.argv[1], [*test_cluster.METHODS, test_cluster.own('slow', test_cluster.slow)],\n"
-        "    out=sys.argv[2], engine=Cluster(sys.argv[3], cpus=0.5), **test_cluster.ASKED)\n"
+        "    out=sys.argv[2], engine=Cluster(sys.argv[3], cpus=0.5), limit=20, **test_cluster.ASKED)\n"
     )
     command = [sys.executable, tmp_path / "driver.py", photos, url, nodes.address]
     home = {**os.environ, "RELPROP_CACHE": str(tmp_path / "cache"), "OMP_NUM_THREADS": "1"}
@@ -170,9 +170,10 @@ def test_a_driver_that_is_killed_continues(model: zoo.Model, photos: Path, nodes
     shutil.rmtree(tmp_path / "cache")
     told: list[Progress] = []
     methods = [*METHODS, own("slow", slow)]
-    study = evaluate(model, photos, methods, out=url, progress=told.append, engine=Cluster(cpus=0.5), **ASKED)
+    asked = {"limit": 20, **ASKED}
+    study = evaluate(model, photos, methods, out=url, progress=told.append, engine=Cluster(cpus=0.5), **asked)
     assert told[0].done >= 2  # what was written counts
-    alone = evaluate(model, photos, methods, **ASKED)
+    alone = evaluate(model, photos, methods, **asked)
     assert study.rows == alone.rows
     assert before < {row.key for row in study.rows}
     assert str(tabulate(read(url))) == str(alone.table())

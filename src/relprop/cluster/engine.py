@@ -132,11 +132,11 @@ class Cluster:
             ray = importlib.import_module("ray")
         except ImportError as error:
             raise RelpropError("A cluster needs ray; install it with pip install 'relprop[ray]'.") from error
+        if self.address is not None:
+            _answers(self.address)
         if ray.is_initialized():  # the caller's own
             yield ray
             return
-        if self.address is not None:
-            _answers(self.address)
         try:
             ray.init(self.address, logging_level="error", log_to_driver=False)
         except (ConnectionError, RuntimeError, ValueError) as error:
