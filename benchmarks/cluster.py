@@ -88,7 +88,7 @@ def main(quick: bool) -> None:
     found: dict[str, tuple[float, float]] = {}
     with tempfile.TemporaryDirectory() as folder:
         data = photos(Path(folder), images)
-        ray.init(num_cpus=2, include_dashboard=False, logging_level="error", log_to_driver=False)
+        ray.init("local", num_cpus=2, include_dashboard=False, logging_level="error", log_to_driver=False)
         engines = {"this process": None, "1 worker": Cluster(workers=1), "2 workers": Cluster(workers=2)}
         for label, engine in engines.items():
             clock = Clock(time.perf_counter())

@@ -602,7 +602,7 @@ class TestMetric:
 
 
 class TestScorer:
-    @pytest.mark.parametrize("engine", ["eager", "folded", "frozen", "auto"])
+    @pytest.mark.parametrize("engine", ["eager", "folded", "frozen", "auto", "steady"])
     def test_engines_agree(self, engine, torchvision_model):
         model = torchvision_model("resnet18")
         before = deepcopy(model.state_dict())
@@ -640,6 +640,7 @@ class TestScorer:
         with torch.no_grad():
             model[5].weight.mul_(2)
         torch.testing.assert_close(fastest(model, x)(x), model(x).softmax(1).detach(), rtol=0, atol=1e-4)
+        gc.collect()  # other tests' models
         entries, alive = len(_KNOWN), weakref.ref(model)
         del model
         gc.collect()
