@@ -73,7 +73,7 @@ class Cluster:
             threads = max(1, int(self.cpus))
 
             def hire(name: str) -> Hand:
-                made = actor.remote(order, name, threads, self.gpus > 0)
+                made = actor.remote((order,), name, threads, self.gpus > 0)
                 return Hand(name, made, made.hello.remote())
 
             versions = (__version__, torch.__version__)
@@ -91,7 +91,7 @@ class Cluster:
         """
         with self.connected() as ray:
             actor = ray.remote(num_cpus=self.cpus, num_gpus=self.gpus)(Worker)
-            made = actor.remote(Order.of(asked.run), "measuring", max(1, int(self.cpus)), self.gpus > 0)
+            made = actor.remote((ray.put(Order.of(asked.run)),), "measuring", max(1, int(self.cpus)), self.gpus > 0)
 
             def measured(samples: Sequence[Sample]) -> Speed:
                 try:

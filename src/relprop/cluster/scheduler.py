@@ -221,5 +221,7 @@ def reason(error: BaseException) -> str:
     if cause is not None:
         return f"{type(cause).__name__}: {next(iter(str(cause).splitlines()), '')}".rstrip(".: ")
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    if getattr(error, "actor_init_failed", False):
+        return lines[-1].rstrip(".")  # of the traceback
     cause = next((line for line in lines if "out of memory" in line.lower() or "died" in line or "exit" in line), None)
     return (cause or next(iter(lines), type(error).__name__)).rstrip(".")

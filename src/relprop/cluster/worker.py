@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import platform
 import time
 from collections.abc import Container, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from relprop import __version__
+from relprop.compat import import_torchvision
 from relprop.datasets import Sample
 from relprop.memory import keep_freed
 from relprop.study.forecast import Speed, speed
@@ -71,7 +74,8 @@ class Worker:
     """Works on pieces.
 
     Args:
-        order: The study.
+        order: A reference to the study's order, in a tuple, so that Ray leaves it to the worker to look: a torchvision
+            that has to be helped is helped before a model of its is unpacked.
         name: What it is called.
         threads: For torch; a CPU worker has one.
         gpu: Whether it has a GPU, or a part of one.
@@ -79,15 +83,18 @@ class Worker:
 
     _name = "that is starting"
 
-    def __init__(self, order: Order, name: str, threads: int, gpu: bool) -> None:
+    def __init__(self, order: tuple[Any], name: str, threads: int, gpu: bool) -> None:
         keep_freed()
         torch.set_num_threads(threads)
+        with suppress(ImportError):
+            import_torchvision()
+        asked: Order = importlib.import_module("ray").get(order[0])
         self._name = name
         self._device = torch.device("cuda" if gpu else "cpu")
-        model = order.model
+        model = asked.model
         if gpu:
             model = replace(model, module=model.module.to(self._device))
-        self._run = Runner(model, order.named, order.wanted, order.batch_size, order.precision)
+        self._run = Runner(model, asked.named, asked.wanted, asked.batch_size, asked.precision)
         self._run.told()  # what fits no method is known to whoever asked
         self._run.warm()
         self._images, self._seconds = 0.0, 0.0
@@ -98,10 +105,8 @@ class Worker:
 
     def hello(self) -> Hello:
         """Says that it is ready."""
-        import ray  # noqa: PLC0415 - not everybody has it
-
         return Hello(
-            ray.get_runtime_context().get_node_id(),
+            importlib.import_module("ray").get_runtime_context().get_node_id(),
             f"{platform.node()}:{os.getpid()}",
             f"{platform.machine()}, {os.cpu_count()} cores",
             self._run.weights,
@@ -127,8 +132,7 @@ class Worker:
 
 def _meters(name: str) -> tuple[Any, Any]:
     """What Ray's dashboard and Prometheus see of a worker."""
-    from ray.util import metrics  # noqa: PLC0415 - not everybody has it
-
+    metrics = importlib.import_module("ray.util.metrics")
     rows = metrics.Counter("relprop_rows", "Rows that were measured.", ("worker",))
     pace = metrics.Gauge("relprop_images_per_second", "Images a second, all methods done.", ("worker",))
     for meter in (rows, pace):
