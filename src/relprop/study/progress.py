@@ -63,8 +63,9 @@ class Progress:
         if self.left is not None:
             parts.append(f"{spoken(self.left)} left")
         if self.workers:
-            slow, fast = min(self.workers.values()), max(self.workers.values())
-            parts.append(f"{len(self.workers)} workers of {slow:.2g} to {fast:.2g} images/s")
+            count, paces = len(self.workers), sorted(self.workers.values())
+            between = f"{paces[0]:.2g} to {paces[-1]:.2g}" if count > 1 else f"{paces[0]:.2g}"
+            parts.append(f"{count} worker{'s' if count > 1 else ''} of {between} images/s")
         return ", ".join(parts)
 
 
