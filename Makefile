@@ -26,7 +26,7 @@ types: $(STAMP) ## mypy --strict on src/relprop
 	$(BIN)/mypy
 
 pytest: $(STAMP) ## the tests alone; ARGS="-k ledger" to choose
-	$(BIN)/python -m pytest -q -n $(WORKERS) $(ARGS)
+	$(BIN)/python -m pytest -q -n $(WORKERS) --dist loadgroup $(ARGS)
 
 docs: $(STAMP) ## build the documentation into build/site, strictly; open build/site/index.html
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -W ignore -m mkdocs build --strict

@@ -24,7 +24,7 @@ import tiny
 import torch
 import torch.fx.experimental.optimization  # what a study imports on its way, a child need not import again
 
-from relprop.study import Journal, Row, run
+from relprop.study import Journal, Row, output, run
 
 METHODS = ["paper", "random+hq"]
 BEGIN, WRITE, WRITTEN = b"b", b"w", b"d"
@@ -92,7 +92,7 @@ def _study(photos: Path, out: Path, pipe: int, stop: int | None) -> None:
                 signal.pause()
             return added
 
-    run.Journal = Telling
+    output.Journal = Telling
     model = tiny.model()
     os.write(pipe, BEGIN)
     run.evaluate(model, photos, METHODS, protocol="both", points=3, seeds=1, out=out, batch_size=2)

@@ -311,7 +311,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
             stream.reconfigure(errors="backslashreplace")  # names of files may be any bytes
     debug = "--debug" in arguments
     try:
-        code = app([a for a in arguments if a != "--debug"], prog_name="relprop", standalone_mode=False)
+        code = app(
+            cli_study.spelled([a for a in arguments if a != "--debug"]), prog_name="relprop", standalone_mode=False
+        )
         sys.stdout and sys.stdout.flush()  # here, where a full disk still gets its sentence
     except (KeyboardInterrupt, typer.Abort):
         code = INTERRUPTED

@@ -5,20 +5,28 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
+import sys
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
 from relprop.errors import RelpropError
 from relprop.runs import DONE, SOME_FAILED, load_model, stderr
 
+if TYPE_CHECKING:
+    from relprop.cluster import Cluster
+
 Reference = Annotated[str | None, typer.Option(help="Subtract this method's scores, image by image.")]
 
 
 def evaluate(
-    data: Annotated[str, typer.Argument(metavar="DATA", help="A folder: ImageNet's, CUB-200-2011's, or any images.")],
+    data: Annotated[
+        str, typer.Argument(metavar="DATA", help="A folder, a listing (.txt, .csv) or WebDataset shards; or a URL.")
+    ],
     model: Annotated[str, typer.Option(help="As for explain.")] = "resnet50",
     weights: Annotated[str, typer.Option(help="As for explain.")] = "auto",
     methods: Annotated[str, typer.Option(help="Names that `relprop methods` lists, with commas between.")] = "paper",
@@ -40,10 +48,22 @@ def evaluate(
     ] = None,
     batch_size: Annotated[int, typer.Option(min=1, help="Images that are explained at once.")] = 8,
     precision: Annotated[Literal["float32", "bf16"], typer.Option(help="Of scoring.")] = "float32",
-    out: Annotated[Path, typer.Option(help="The folder of the study; started again, it continues.")] = Path(
-        "runs/study"
-    ),
+    out: Annotated[
+        str, typer.Option(help="The folder of the study, or a URL; started again, it continues.")
+    ] = "runs/study",
     reference: Reference = None,
+    ray: Annotated[
+        str | None, typer.Option(metavar="[ADDRESS]", help="Work on a Ray cluster: there, or wherever one runs.")
+    ] = None,
+    workers: Annotated[
+        int | None, typer.Option(min=1, help="With --ray: how many.", show_default="all that fit")
+    ] = None,
+    cpus_per_worker: Annotated[float, typer.Option(min=0, help="With --ray; may be a fraction.")] = 1.0,
+    gpus_per_worker: Annotated[float, typer.Option(min=0, help="With --ray; may be a fraction.")] = 0.0,
+    dry_run: Annotated[
+        bool,
+        typer.Option("--dry-run", help="Only print the plan: pieces, forward passes, hours at the speed measured."),
+    ] = False,
 ) -> int:
     """Measure methods on images; killed at any moment, it continues.
 
@@ -52,20 +72,35 @@ def evaluate(
     relprop evaluate imagenet/ --methods released+hq-released,released,random --protocol both --out runs/ties
     relprop evaluate photos/ --methods paper,grad-cam --metrics pointing-game,conservation-error,class-sensitivity
     relprop evaluate imagenet/ --shard 3/16 --out runs/part3
+    relprop evaluate s3://mine/val-{000..049}.tar --ray --gpus-per-worker 0.5 --out s3://mine/study
 
     A method explains the predicted class of every image; relprop metrics tells what can be measured, and its cost.
     """
     from relprop.memory import keep_freed
     from relprop.study import evaluate as run
+    from relprop.study.forecast import forecast
+    from relprop.study.output import Output
+    from relprop.study.request import Request
     from relprop.study.watch import Watch
 
     part = _shard(shard)
     keep_freed()
     net = load_model(model, weights)
-    settings: dict[str, Any] = {"points": points, "seeds": seeds, "limit": limit, "seed": seed, "shard": part}
+    options: dict[str, Any] = {"points": points, "seeds": seeds}
+    engine = _cluster(ray, workers, cpus_per_worker, gpus_per_worker)
+    # Ray tells on stdout of workers that died; that is for results.
+    aside = contextlib.redirect_stdout(sys.stderr) if engine is not None else contextlib.nullcontext()
+    if dry_run:
+        asked = (net, data, _names(methods), _names(metrics), protocol, limit, seed, part, batch_size, precision)
+        request, place = Request.of(*asked, options), Output.at(out)
+        with aside:
+            plan = forecast(request, place) if engine is None else engine.forecast(request, place)
+        typer.echo(str(plan))
+        return DONE
+    settings: dict[str, Any] = {**options, "limit": limit, "seed": seed, "shard": part}
     watch = Watch(stderr())
     try:
-        with watch:
+        with watch, aside:
             study = run(
                 net,
                 data,
@@ -76,6 +111,7 @@ def evaluate(
                 batch_size=batch_size,
                 precision=precision,
                 progress=watch,
+                engine=engine,
                 **settings,
             )
     except KeyboardInterrupt:
@@ -115,7 +151,7 @@ def merge(
 
 
 def table(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a study.")],
+    run: Annotated[str, typer.Argument(metavar="RUN", help="The folder of a study, or its URL.")],
     form: Annotated[
         Literal["markdown", "latex", "csv"], typer.Option("--format", help="How to write it.")
     ] = "markdown",
@@ -158,6 +194,30 @@ def metrics() -> None:
     for name, about in METRICS.items():
         typer.echo(f"{name:<22} {about.says}. Costs {about.cost}.")
     typer.echo("\nWhat needs the place of objects is measured where a dataset has boxes or masks.")
+
+
+ANYWHERE = "auto"
+"""What --ray stands for alone."""
+
+
+def spelled(arguments: Sequence[str]) -> list[str]:
+    """The words of a command, with an address behind a --ray that has none."""
+    words: list[str] = []
+    for word, following in zip(arguments, [*arguments[1:], ""], strict=True):
+        bare = word == "--ray" and not re.fullmatch(r"auto|local|(ray://)?[^/:]+:\d+", following)
+        words += [word, ANYWHERE] if bare else [word]
+    return words
+
+
+def _cluster(address: str | None, workers: int | None, cpus: float, gpus: float) -> Cluster | None:
+    if address is None:
+        if workers is not None or gpus or cpus != 1:
+            raise RelpropError("Workers are a cluster's; add --ray.")
+        return None
+    from relprop.cluster import Cluster
+
+    where = None if address == ANYWHERE else address
+    return Cluster(where, workers, cpus, gpus, stderr().print)
 
 
 def _names(text: str) -> list[str]:

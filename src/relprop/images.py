@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import stat
 import warnings
@@ -66,28 +67,26 @@ def find(paths: Iterable[str | os.PathLike[str]]) -> list[Path]:
     return list(files.values())
 
 
-def read(path: str | os.PathLike[str]) -> Image.Image:
+def read(path: str | os.PathLike[str], content: bytes | None = None) -> Image.Image:
     """The picture in a file, in RGB with 8 bits a colour.
 
     It is turned as its EXIF data says, put on white where it is transparent, and the first frame where there are
     several; 16 bits are scaled to 8.
+
+    Args:
+        path: The file.
+        content: What is in it, where that was read already: the path is but a name then.
 
     Raises:
         RelpropError: The file cannot be read as an image; with its name and what is wrong.
     """
     path = Path(path)
     try:
-        found = path.stat()
-        if stat.S_ISDIR(found.st_mode):
-            closed = not os.access(path, os.R_OK | os.X_OK)
-            raise RelpropError(f"{path} is a folder {'that may not be looked into' if closed else 'and no image'}.")
-        if not stat.S_ISREG(found.st_mode):
-            raise RelpropError(f"{path} is no regular file.")
-        if not found.st_size:
+        if not (_size(path) if content is None else len(content)):
             raise RelpropError(f"{path} is empty.")
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # Pillow remarks on large images and odd metadata, and reads them
-            with Image.open(path) as opened:
+            with Image.open(path if content is None else io.BytesIO(content)) as opened:
                 if opened.width * opened.height > _DRAFT_PIXELS:
                     opened.draft(None, (_DRAFT_SIDE, _DRAFT_SIDE))
                 opened.load()
@@ -109,6 +108,17 @@ def read(path: str | os.PathLike[str]) -> Image.Image:
         if reason:
             raise RelpropError(f"{path} cannot be read: {reason}.") from error
         raise RelpropError(f"{path} is damaged or cut short: {str(error).rstrip('.') or repr(error)}.") from error
+
+
+def _size(path: Path) -> int:
+    """Bytes of a file; refuses what is none."""
+    found = path.stat()
+    if stat.S_ISDIR(found.st_mode):
+        closed = not os.access(path, os.R_OK | os.X_OK)
+        raise RelpropError(f"{path} is a folder {'that may not be looked into' if closed else 'and no image'}.")
+    if not stat.S_ISREG(found.st_mode):
+        raise RelpropError(f"{path} is no regular file.")
+    return found.st_size
 
 
 def names(paths: Sequence[Path]) -> list[str]:

@@ -1,5 +1,7 @@
 """Datasets: ImageNet's validation set, CUB-200-2011 or any folder of images, with boxes and masks where there are any.
 
+What is too large for a folder, or elsewhere, is a stream: a listing of paths and URLs, or WebDataset shards.
+
 ``datasets.open(path)`` looks at what is in a folder and says what it took it for; ``print`` shows it.
 """
 
@@ -11,14 +13,17 @@ from pathlib import Path
 from relprop.datasets import cub, folder, imagenet
 from relprop.datasets.geometry import Box, to_crop
 from relprop.datasets.loader import Batch, batches
+from relprop.datasets.place import Place
 from relprop.datasets.sample import Dataset, Sample
+from relprop.datasets.streams import Stream
 from relprop.errors import RelpropError
 
-__all__ = ["Batch", "Box", "Dataset", "Sample", "batches", "open", "to_crop"]
+__all__ = ["Batch", "Box", "Dataset", "Place", "Sample", "Stream", "batches", "open", "to_crop"]
 
 _LAYOUTS = (
     "ImageNet's synset folders (n01440764/), folders named by class index (0/ to 999/), CUB-200-2011 (images.txt), one "
-    "folder a class, or images with or without a CSV file of their classes"
+    "folder a class, or images with or without a CSV file of their classes; a listing (.txt, .csv) or a WebDataset "
+    "shard (.tar)"
 )
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator
 from pathlib import Path
 
 from relprop import images
@@ -77,7 +79,16 @@ def listed(folder: Path, *, deep: bool = True) -> list[Path]:
     """The image files in a folder, by name; those below it too if ``deep``."""
     if not folder.is_dir():
         return []
-    found = folder.rglob("*") if deep else folder.iterdir()
-    return sorted(
-        p for p in found if p.suffix.lower() in images.SUFFIXES and not p.name.startswith(".") and p.is_file()
-    )
+    return sorted(map(Path, _images(os.fspath(folder), deep)))
+
+
+def _images(folder: str, deep: bool) -> Iterator[str]:
+    """Without asking the system about every file: there may be a million."""
+    with os.scandir(folder) as entries:
+        for entry in entries:
+            if entry.is_dir(follow_symlinks=False):
+                yield from _images(entry.path, deep) if deep else ()
+            elif os.path.splitext(entry.name)[1].lower() in images.SUFFIXES:  # noqa: PTH122
+                # A link may lead nowhere, or in a circle: os.path says no where an entry would raise.
+                there = os.path.isfile(entry.path) if entry.is_symlink() else entry.is_file()  # noqa: PTH113
+                yield from [entry.path] if there and not entry.name.startswith(".") else ()

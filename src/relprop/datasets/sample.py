@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import io
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -14,7 +15,9 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+from relprop import images
 from relprop.datasets.geometry import Box, to_crop
+from relprop.datasets.place import Place
 from relprop.datasets.tables import read_xml
 from relprop.errors import RelpropError
 from relprop.preparation import Preparation
@@ -41,6 +44,7 @@ class Sample:
         mask_path: An image of where the object is, or None.
         trimap: Whether that is 1 on the object, 2 beside it and 3 between, as in Oxford's pets; else bright on it.
         parts: Points on visible parts of the object, by name.
+        place: Where the image lies, if it is no file of this machine's; the path is but a name then.
     """
 
     path: Path
@@ -50,14 +54,44 @@ class Sample:
     mask_path: Path | None = None
     trimap: bool = False
     parts: Mapping[str, Point] = field(default_factory=dict, hash=False)
+    place: Place | None = None
 
     @cached_property
     def key(self) -> str:
         """The SHA-256 of the image file."""
+        return hashlib.sha256(self.content()).hexdigest()
+
+    @property
+    def stamp(self) -> str:
+        """What tells cheaply whether anything has changed: paths with sizes and times, places, boxes."""
+        boxes = _stamp(self.box_source) if isinstance(self.box_source, Path) else str(self.box_source)
+        mask = "" if self.mask_path is None else _stamp(self.mask_path)
+        return " ".join([_stamp(self.path) if self.place is None else str(self.place), boxes, mask, str(self.trimap)])
+
+    def content(self) -> bytes:
+        """The bytes of the image file.
+
+        Raises:
+            RelpropError: If they cannot be read.
+        """
+        if self.place is not None:
+            return self.place.read()
         try:
-            return hashlib.sha256(self.path.read_bytes()).hexdigest()
+            return self.path.read_bytes()
         except OSError as error:
             raise RelpropError(f"{self.path} cannot be read: {error.strerror}.") from error
+
+    def picture(self) -> Image.Image:
+        """The image; where it comes from afar, it is fetched once for this and its key.
+
+        Raises:
+            RelpropError: If it cannot be read.
+        """
+        if self.place is None:
+            return images.read(self.path)
+        content = self.content()
+        self.__dict__.setdefault("key", hashlib.sha256(content).hexdigest())  # as cached_property keeps it
+        return images.read(str(self.place), content)
 
     @cached_property
     def boxes(self) -> tuple[Box, ...]:
@@ -108,7 +142,7 @@ class Sample:
     def _stored(self) -> tuple[tuple[int, int], int]:
         """Width and height of the pixels in the file, and how EXIF says that they are to be turned."""
         try:
-            with Image.open(self.path) as opened:
+            with Image.open(self.path if self.place is None else io.BytesIO(self.content())) as opened:
                 return opened.size, int(opened.getexif().get(_ORIENTATION, 1))
         except OSError as error:
             raise RelpropError(f"{self.path} cannot be read as an image: {error}.") from error
@@ -203,6 +237,14 @@ class Dataset:
             ranks[sample.name] = counts.get(sample.label, 0)
             counts[sample.label] = ranks[sample.name] + 1
         return ranks
+
+
+def _stamp(path: Path) -> str:
+    try:
+        found = path.stat()
+    except OSError:  # seen by others only, or by nobody
+        return str(path)
+    return f"{path} {found.st_size} {found.st_mtime_ns}"
 
 
 def _lot(seed: int, name: str) -> bytes:

@@ -11,13 +11,13 @@ from relprop.classes import imagenet_synsets
 from relprop.datasets.geometry import Box
 from relprop.errors import RelpropError
 
-__all__ = ["Labels", "boxes_of", "labels_of", "read_pairs", "read_xml", "synset_index"]
+__all__ = ["FILE", "INDEX", "Labels", "boxes_of", "labels_of", "read_pairs", "read_xml", "synset_index"]
 
 Labels = Mapping[str, int]
 """Classes, by file name without its ending."""
 
-_FILE = ("file", "filename", "file_name", "image", "path", "ImageId")
-_INDEX = ("class_index", "imagenet_index", "index", "label", "target", "class")
+FILE = ("file", "filename", "file_name", "image", "path", "ImageId")
+INDEX = ("class_index", "imagenet_index", "index", "label", "target", "class")
 _SYNSET = ("synset", "wnid")
 _CORNERS = ("x0", "y0", "x1", "y1")
 _KAGGLE = "PredictionString"  # of LOC_val_solution.csv: a synset and four corners, as often as there are objects
@@ -27,7 +27,7 @@ def labels_of(root: Path) -> tuple[Labels, str] | None:
     """The classes that a CSV file or ``val.txt`` in a folder tells, and the file's name; None without one."""
     for path in _tables(root):
         rows = _rows(path)
-        file, index, synset = (_column(rows, names) for names in (_FILE, _INDEX, _SYNSET))
+        file, index, synset = (_column(rows, names) for names in (FILE, INDEX, _SYNSET))
         if file and index and all(row[index].lstrip("-").isdigit() for row in rows):
             return {Path(row[file]).stem: int(row[index]) for row in rows}, path.name
         if file and synset:
@@ -48,7 +48,7 @@ def boxes_of(source: Path) -> Callable[[Path], tuple[Box, ...] | Path]:
     found: dict[str, list[Box]] = {}
     for path in _tables(source) if source.is_dir() else [source]:
         rows = _rows(path)
-        file = _column(rows, _FILE)
+        file = _column(rows, FILE)
         if file and rows and set(_CORNERS) <= rows[0].keys():
             for row in rows:
                 found.setdefault(Path(row[file]).stem, []).append(_box([row[c] for c in _CORNERS], path))

@@ -12,12 +12,14 @@ import hashlib
 import importlib
 import json
 import sqlite3
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from relprop.errors import RelpropError
+from relprop.study.troubles import Entry
 
 FORMAT = "1"
 """Part of every key: rows of another format are not mistaken for these."""
@@ -25,6 +27,14 @@ FORMAT = "1"
 
 PRODUCT = "rows.parquet"
 """What a study leaves for others, beside its journal."""
+
+MANY = 200_000
+"""Rows that a study hands out with their curves; those of more would fill the memory."""
+
+_GROUP = 10_000
+_NAMES = ("key", "image", "label", "target", "method", "metric", "protocol")
+_FACTS, _NONE = ", ".join(_NAMES), "'{}'"
+_ORDER = "metric, protocol, method, image, key"
 
 
 @dataclass(frozen=True)
@@ -63,6 +73,9 @@ def key(**facts: Any) -> str:
 class Journal:
     """Rows on disk.
 
+    Attributes:
+        file: The open database.
+
     Args:
         path: The file; made if it is not there.
 
@@ -73,13 +86,18 @@ class Journal:
     def __init__(self, path: Path) -> None:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = sqlite3.connect(path, timeout=30)
-            self._file.execute("PRAGMA journal_mode=WAL")
-            self._file.execute(
+            self.file = sqlite3.connect(path, timeout=30)
+            self.file.execute("PRAGMA journal_mode=WAL")
+            self.file.execute(
                 "CREATE TABLE IF NOT EXISTS rows (key TEXT PRIMARY KEY, image TEXT, label INTEGER, target INTEGER,"
                 " method TEXT, metric TEXT, protocol TEXT, numbers TEXT, curves TEXT) WITHOUT ROWID"
             )
-            self._file.commit()
+            self.file.execute(
+                "CREATE TABLE IF NOT EXISTS pieces (id TEXT PRIMARY KEY, keys TEXT, notes TEXT, part INTEGER)"
+                " WITHOUT ROWID"
+            )
+            self.file.execute("CREATE TEMP TABLE mine (key TEXT PRIMARY KEY) WITHOUT ROWID")
+            self.file.commit()
         except (OSError, sqlite3.Error) as error:
             msg = f"The journal {path} cannot be opened: {error}."
             raise RelpropError(msg) from None
@@ -88,14 +106,14 @@ class Journal:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._file.close()
+        self.file.close()
 
     def __len__(self) -> int:
-        return int(self._file.execute("SELECT count(*) FROM rows").fetchone()[0])
+        return int(self.file.execute("SELECT count(*) FROM rows").fetchone()[0])
 
-    def keys(self) -> set[str]:
+    def keys(self) -> Iterator[str]:
         """The keys of all rows."""
-        return {k for (k,) in self._file.execute("SELECT key FROM rows")}
+        return (k for (k,) in self.file.execute("SELECT key FROM rows"))
 
     def add(self, rows: Iterable[Row]) -> int:
         """Writes rows, all or none; a key that is there already keeps its row.
@@ -106,10 +124,10 @@ class Journal:
         Raises:
             RelpropError: If they cannot be written.
         """
-        before = self._file.total_changes
+        before = self.file.total_changes
         try:
-            with self._file:
-                self._file.executemany(
+            with self.file:
+                self.file.executemany(
                     "INSERT OR IGNORE INTO rows VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",
                     [
                         (
@@ -122,43 +140,109 @@ class Journal:
                 )
         except sqlite3.Error as error:
             raise RelpropError(f"Rows cannot be written: {error}; once they can, the same call continues.") from error
-        return self._file.total_changes - before
+        return self.file.total_changes - before
 
     def __iter__(self) -> Iterator[Row]:
         """All rows, in an order that does not depend on when they came in."""
-        query = "SELECT * FROM rows ORDER BY metric, protocol, method, image, key"
-        for name, image, label, target, method, metric, protocol, numbers, curves in self._file.execute(query):
-            facts = (name, image, label, target, method, metric, protocol)
-            yield Row(*facts, values=json.loads(numbers), curves=json.loads(curves))
+        return map(_row, self.file.execute(f"SELECT * FROM rows ORDER BY {_ORDER}"))
 
     def brief(self) -> Iterator[Row]:
         """All rows without their curves, in any order: a fraction of what they hold."""
-        query = "SELECT key, image, label, target, method, metric, protocol, numbers FROM rows"
-        for name, image, label, target, method, metric, protocol, numbers in self._file.execute(query):
-            yield Row(name, image, label, target, method, metric, protocol, json.loads(numbers))
+        return map(_row, self.file.execute(f"SELECT {_FACTS}, numbers, {_NONE} FROM rows"))
+
+    # -- Pieces --
+
+    def mark(self, piece: str, keys: Sequence[str], notes: Sequence[Entry]) -> None:
+        """Remembers that a piece is done, which rows it has and what does not apply."""
+        facts = (piece, json.dumps(list(keys)), json.dumps(list(notes)))
+        try:
+            with self.file:
+                self.file.execute("INSERT OR REPLACE INTO pieces (id, keys, notes) VALUES (?, ?, ?)", facts)
+        except sqlite3.Error as error:
+            raise RelpropError(f"Rows cannot be written: {error}; once they can, the same call continues.") from error
+
+    def marked(self, piece: str) -> tuple[list[str], list[Entry]] | None:
+        """The keys of a piece that is done, and what does not apply; None for one that is not."""
+        found = self.file.execute("SELECT keys, notes FROM pieces WHERE id = ?", (piece,)).fetchone()
+        return None if found is None else (json.loads(found[0]), [tuple(note) for note in json.loads(found[1])])
+
+    def claim(self, keys: Iterable[str]) -> None:
+        """Says that rows were asked for by this run."""
+        with self.file:
+            self.file.executemany("INSERT OR IGNORE INTO mine VALUES (?)", ((k,) for k in keys))
+
+    def claimed(self) -> tuple[Row, ...]:
+        """The rows that were asked for, in the order of all; where there are very many, without their curves."""
+        chosen = "FROM rows WHERE key IN mine"
+        many = int(self.file.execute(f"SELECT count(*) {chosen}").fetchone()[0]) > MANY
+        query = f"SELECT {_FACTS}, numbers, {_NONE if many else 'curves'} {chosen} ORDER BY {_ORDER}"
+        return tuple(_row(found) for found in self.file.execute(query))
+
+    def some(self, keys: Sequence[str], *, curves: bool = False) -> Iterator[Row]:
+        """Those of some rows that are here, without their curves unless told."""
+        what = f"{_FACTS}, numbers, {'curves' if curves else _NONE}"
+        for i in range(0, len(keys), 500):
+            few = keys[i : i + 500]
+            query = f"SELECT {what} FROM rows WHERE key IN ({','.join('?' * len(few))})"
+            yield from map(_row, self.file.execute(query, few))
+
+    # -- Parquet --
 
     def export(self, path: Path) -> str | None:
-        """Writes all rows as one Parquet file, one column a number.
+        """Writes all rows as one Parquet file, one column a number; some rows at a time are in memory.
 
         Returns:
             Why it could not be done, or None: the rows are here in any case.
         """
         try:
-            pa, pq = importlib.import_module("pyarrow"), importlib.import_module("pyarrow.parquet")
+            pq = importlib.import_module("pyarrow.parquet")
         except ImportError:
             return "Parquet files need pyarrow; install it with pip install 'relprop[study]'."
-        rows = [
-            {k: getattr(r, k) for k in ("key", "image", "label", "target", "method", "metric", "protocol")}
-            | dict(r.values)
-            | {f"{name} curve": values for name, values in r.curves.items()}
-            for r in self
-        ]
-        columns = list(dict.fromkeys(name for row in rows for name in row))
-        table = pa.Table.from_pylist([{c: row.get(c) for c in columns} for row in rows])
+        schema = self.schema()
         partial = path.with_suffix(".partial")
-        pq.write_table(table, partial)
+        with pq.ParquetWriter(partial, schema) as file:
+            rows = iter(self)
+            while some := list(islice(rows, _GROUP)):
+                file.write_table(columns(some, schema))
         partial.replace(path)
         return None
+
+    def schema(self, rows: Iterable[Row] | None = None) -> Any:
+        """The columns of some rows, or of all, for Parquet."""
+        pa = importlib.import_module("pyarrow")
+        kinds: dict[str, Any] = dict.fromkeys(_NAMES, pa.string()) | dict.fromkeys(("label", "target"), pa.int64())
+        for row in self if rows is None else rows:
+            kinds |= dict.fromkeys(row.values, pa.float64())
+            kinds |= {f"{name} curve": pa.list_(pa.float64()) for name in row.curves}
+        return pa.schema(list(kinds.items()))
+
+
+def columns(rows: Sequence[Row], schema: Any) -> Any:
+    """Rows as a table of Arrow's."""
+    pa = importlib.import_module("pyarrow")
+    flat = [
+        {name: getattr(r, name) for name in _NAMES}
+        | dict(r.values)
+        | {f"{name} curve": values for name, values in r.curves.items()}
+        for r in rows
+    ]
+    return pa.Table.from_pylist(flat, schema)
+
+
+def rows_of(table: Any) -> list[Row]:
+    """The rows in a table of Arrow's."""
+    rows = []
+    for each in table.to_pylist():
+        facts = {name: each.pop(name) for name in _NAMES}
+        curves = {k.removesuffix(" curve"): v for k, v in each.items() if k.endswith(" curve") and v is not None}
+        numbers = {k: v for k, v in each.items() if not k.endswith(" curve") and v is not None}
+        rows.append(Row(**facts, values=numbers, curves=curves))
+    return rows
+
+
+def _row(found: Sequence[Any]) -> Row:
+    name, image, label, target, method, metric, protocol, numbers, curves = found
+    return Row(name, image, label, target, method, metric, protocol, json.loads(numbers), json.loads(curves))
 
 
 def read(folder: Path) -> list[Row]:
@@ -175,13 +259,7 @@ def read(folder: Path) -> list[Row]:
     if not product.exists():
         raise RelpropError(f"{folder} holds no study; relprop evaluate ... --out {folder} makes one.")
     try:
-        found = importlib.import_module("pyarrow.parquet").read_table(product).to_pylist()
+        found = importlib.import_module("pyarrow.parquet").read_table(product)
     except ImportError:
         raise RelpropError(f"{product} needs pyarrow; install it with pip install 'relprop[study]'.") from None
-    rows = []
-    for each in found:
-        facts = {name: each.pop(name) for name in ("key", "image", "label", "target", "method", "metric", "protocol")}
-        curves = {k.removesuffix(" curve"): v for k, v in each.items() if k.endswith(" curve") and v is not None}
-        numbers = {k: v for k, v in each.items() if not k.endswith(" curve") and v is not None}
-        rows.append(Row(**facts, values=numbers, curves=curves))
-    return rows
+    return rows_of(found)

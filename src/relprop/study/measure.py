@@ -105,6 +105,8 @@ class Measure:
         objects: Whether it needs to know where the objects are; its rows depend on that too.
         company: Whether what it says of an image depends on the others of its batch; its rows depend on them too.
         unfit: Why it cannot be had of a method, in a sentence, or None.
+        forwards: Forward passes that it takes for an image and a method, about.
+        explanations: Explanations that it asks for, beyond that of the batch.
     """
 
     metric: str
@@ -116,6 +118,8 @@ class Measure:
     objects: bool = False
     company: bool = False
     unfit: Callable[[Method], str | None] = field(default=_any, repr=False)
+    forwards: float = 0.0
+    explanations: float = 0.0
 
     @property
     def label(self) -> str:

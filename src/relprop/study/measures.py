@@ -19,6 +19,9 @@ __all__ = ["METRICS", "NAMES", "PROTOCOLS", "make"]
 PROTOCOLS = {"tie-safe": ("tie-safe",), "otsuki2024": ("otsuki2024",), "both": ("otsuki2024", "tie-safe")}
 """How insertion and deletion may be measured: by the published protocol, by one that ties cannot help, by both."""
 
+PUBLISHED_POINTS = 101
+"""Of a curve, at 224 x 224 pixels."""
+
 OPTIONS = ("points", "seeds", "baseline")
 """What insertion and deletion can be told in a study."""
 
@@ -98,7 +101,8 @@ def _insertion(way: str, options: Mapping[str, Any]) -> Measure:
             result.append((numbers, curves))
         return result
 
-    return Measure("insertion-deletion", way, run, settings, "score")
+    curve = settings.get("points") or PUBLISHED_POINTS
+    return Measure("insertion-deletion", way, run, settings, "score", forwards=2.0 * curve)
 
 
 def _try(settings: Mapping[str, Any]) -> None:
@@ -138,6 +142,8 @@ def _one(name: str, run: Callable[[Seen], Sequence[Measured | str]], **facts: An
     return lambda *_: [Measure(name, "", run, settings, name, **facts)]
 
 
+_GRID = {"size": probes.GRID}
+
 METRICS: dict[str, About] = {
     "insertion-deletion": About(
         "how fast the class appears, or vanishes, with the pixels ranked highest; their difference is the score: "
@@ -149,7 +155,7 @@ METRICS: dict[str, About] = {
         "by how much the class falls more when the highest pixels are blended away than when the lowest are; higher is "
         "better, chance gets 0",
         "36 forward passes and 18 linear systems with an unknown a pixel, which take longer than all else",
-        _one("road", _road, settings={"percentiles": list(PERCENTILES)}),
+        _one("road", _road, settings={"percentiles": list(PERCENTILES)}, forwards=36.0),
     ),
     "pointing-game": About(
         "whether the highest value lies on the object, or within 15 pixels; higher is better",
@@ -180,7 +186,7 @@ METRICS: dict[str, About] = {
         "the part of the positive relevance that lies in the image's own cell among four images of different classes; "
         "higher is better, chance gets 0.25",
         "4 explanations",
-        _one("grid-pointing-game", probes.grid, settings={"size": probes.GRID}, maps=False, company=True),
+        _one("grid-pointing-game", probes.grid, settings=_GRID, maps=False, company=True, explanations=4.0),
     ),
     "sparseness": About(
         "Gini index of the absolute values: 0 where all are the same, near 1 where few are not zero",
@@ -191,24 +197,36 @@ METRICS: dict[str, About] = {
         "how far the attributions' sum is from what it should be, relative to it; lower is better. Of methods that "
         "promise a sum, and of LRP",
         "1 forward pass",
-        _one("conservation-error", probes.conservation, unfit=probes.lawless),
+        _one("conservation-error", probes.conservation, unfit=probes.lawless, forwards=1.0),
     ),
     "class-sensitivity": About(
         "rank correlation of the maps of the predicted and of the least likely class; lower is better, for a map that "
         "is the same for every class explains none",
         "1 explanation",
-        _one("class-sensitivity", probes.class_sensitivity, settings={"kind": "spearman"}),
+        _one("class-sensitivity", probes.class_sensitivity, settings={"kind": "spearman"}, explanations=1.0),
     ),
     "max-sensitivity": About(
         "how much a map changes, at most, when the input hardly does, relative to it; lower is better",
         f"{probes.NEIGHBOURS + 1} explanations",
-        _one("max-sensitivity", probes.max_sensitivity, settings=probes.NEIGHBOURHOOD, maps=False),
+        _one(
+            "max-sensitivity",
+            probes.max_sensitivity,
+            settings=probes.NEIGHBOURHOOD,
+            maps=False,
+            explanations=probes.NEIGHBOURS + 1.0,
+        ),
     ),
     "randomisation": About(
         "mean rank correlation with the map while the model is randomised from the output down; lower is better, for "
         "what explains the model changes with it",
         f"{probes.STEPS + 1} explanations of models that are traced anew: a lot; a few images are enough",
-        _one("randomisation", probes.randomisation, settings=probes.CASCADE, maps=False),
+        _one(
+            "randomisation",
+            probes.randomisation,
+            settings=probes.CASCADE,
+            maps=False,
+            explanations=probes.STEPS + 1.0,
+        ),
     ),
 }
 """By name, in the order of tables."""

@@ -97,7 +97,7 @@ def conservation(seen: Seen) -> list[Measured]:
     target = seen.target[:, None]
     logits = _output(seen.model, x)
     if promise == "one":
-        start = torch.ones(len(x))
+        start = torch.ones(len(x), device=x.device)
     elif promise == "probability":
         start = logits.double().softmax(1).gather(1, target)[:, 0]
     else:

@@ -2,26 +2,37 @@
 
 from __future__ import annotations
 
+import json
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, Protocol
 
-from relprop import datasets, methods, requests
-from relprop.datasets import Dataset, Sample
-from relprop.errors import RelpropError
+from relprop.datasets import Dataset, Stream
 from relprop.methods import Method
-from relprop.study import manifest, measures
-from relprop.study.journal import PRODUCT, Journal, Row, read
+from relprop.study import manifest
+from relprop.study.journal import PRODUCT, Row
+from relprop.study.local import Local
+from relprop.study.log import Log
+from relprop.study.output import Output
+from relprop.study.parts import Parts
+from relprop.study.pieces import Batch, Shard
 from relprop.study.progress import Progress
+from relprop.study.request import Request
 from relprop.study.runner import Runner
 from relprop.study.table import Table, tabulate
 
-__all__ = ["Shard", "Study", "evaluate"]
+__all__ = ["Engine", "Shard", "Study", "evaluate"]
 
-Shard: TypeAlias = tuple[int, int]
-"""Which part of a study, from 1 on, and of how many."""
+
+class Engine(Protocol):
+    """What works on the pieces of a study: this process, or a cluster."""
+
+    def __call__(self, run: Runner, batches: Iterable[Batch], log: Log) -> None:
+        """Does what the log lacks."""
+
+    def about(self) -> dict[str, Any]:
+        """What a manifest should tell of it."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,7 +58,7 @@ class Study:
 
 def evaluate(
     model: Any,
-    data: Dataset | str | os.PathLike[str],
+    data: Dataset | Stream | str | os.PathLike[str],
     methods: Sequence[str | Method] = ("paper",),  # noqa: A002, RUF100 - the contract's name
     metrics: Sequence[str] = ("insertion-deletion",),
     *,
@@ -59,6 +70,7 @@ def evaluate(
     batch_size: int = 8,
     precision: str = "float32",
     progress: Callable[[Progress], None] | None = None,
+    engine: Engine | None = None,
     **options: Any,
 ) -> Study:
     """Measures methods on images; what an earlier run has measured is not measured again.
@@ -68,7 +80,7 @@ def evaluate(
 
     Args:
         model: What ``relprop.load`` returns.
-        data: A dataset, or the path of one.
+        data: A dataset, or the path of one; a listing of images or WebDataset shards, by path or URL, are streamed.
         methods: Names of methods, see ``relprop.methods``, or methods of your own.
         metrics: Names of metrics, as ``relprop metrics`` lists them.
         protocol: For insertion and deletion: ``tie-safe``, ``otsuki2024`` or ``both``.
@@ -76,10 +88,13 @@ def evaluate(
         seed: Which ones.
         shard: ``(3, 16)`` for the third of sixteen parts, each with every sixteenth batch of the whole; together, see
             :func:`relprop.study.merge`, they have its rows.
-        out: Folder of the study: its journal, ``rows.parquet`` and ``manifest.json``; None for none.
+        out: Folder of the study: its journal, ``rows.parquet`` and ``manifest.json``; or a URL that fsspec knows, to
+            which rows go in parts while the study goes on; None for none.
         batch_size: Images explained at once.
         precision: Of scoring; ``bf16`` trades 1e-2 of a probability for speed.
         progress: Told after each method of each batch.
+        engine: What works on the pieces; by default this process, else a :class:`relprop.cluster.Cluster`. Rows do not
+            depend on it.
         **options: Of insertion and deletion: ``points``; under the tie-safe protocol also ``baseline`` and ``seeds``.
 
     Returns:
@@ -89,17 +104,9 @@ def evaluate(
         RelpropError: If the request cannot be met.
         KeyboardInterrupt: If it is interrupted; what was measured is in ``out``, and the same call continues.
     """
-    if not hasattr(model, "prepare") or not hasattr(model, "preparation"):
-        msg = "A study needs to know how the model wants its images; pass what relprop.load returns."
-        raise RelpropError(msg)
-    requests.module(model)
-    chosen = data if isinstance(data, Dataset) else datasets.open(data)
-    chosen = chosen if limit is None else chosen.limit(limit, seed)
-    named = [m if isinstance(m, Method) else get_method(m) for m in dict.fromkeys(methods)]
-    wanted = measures.make(metrics, protocol, options)
-    batches = _batches(chosen, batch_size, shard)
-    folder = None if out is None else Path(out)
-    run = Runner(model, named, wanted, batch_size, precision)
+    asked = Request.of(model, data, methods, metrics, protocol, limit, seed, shard, batch_size, precision, options)
+    run, named, wanted, chosen = asked.run, asked.run.named, asked.run.wanted, asked.data
+    place = Output.at(out)
     facts: dict[str, Any] = {
         "command": manifest.command(),
         "started": manifest.now(),
@@ -108,7 +115,7 @@ def evaluate(
         "weights": run.weights,
         "data": chosen.name,
         "layout": chosen.layout,
-        "images": sum(map(len, batches)),
+        "images": asked.images,
         "methods": [m.name for m in named],
         "metrics": [f"{m.metric} {m.protocol}".strip() for m in wanted],
         "settings": {k: str(v) for k, v in {"limit": limit, "seed": seed, "protocol": protocol, **options}.items()},
@@ -118,37 +125,24 @@ def evaluate(
         "batch size": batch_size,
         **manifest.surroundings(),
     }
-    # Where the journal is gone and its product is there, as in a folder of results, that is continued.
-    path = Path(":memory:") if folder is None else folder / "journal.sqlite"
-    kept = read(folder) if folder is not None and (folder / PRODUCT).exists() and not path.exists() else []
-    with Journal(path) as journal:
-        if kept:
-            journal.add(kept)
-        facts = manifest.begin(folder, facts)
-        manifest.write(folder, facts)
+    with place.journal() as journal:
+        parts = Parts(place.url, journal) if place.url else None
+        facts = manifest.begin(place.folder, facts)
+        manifest.write(place.folder, facts)
+        log = Log(run, journal, parts, facts["images"], progress)
         try:
-            run(batches, journal, progress)
+            (engine or Local())(run, asked.batches(), log)
+            log.close()
         except BaseException:  # Ctrl-C, say; what was measured is in the journal, a method of a batch at a time
-            manifest.write(folder, {**facts, "stopped": manifest.now()})
+            manifest.write(place.folder, {**facts, "stopped": manifest.now()})
             raise
-        rows = tuple(row for row in journal if row.key in run.mine)
-        if folder is not None and (why := journal.export(folder / PRODUCT)):
-            run.notes.note(PRODUCT, why)
-        failures, notes = run.failures.sentences(), run.notes.sentences()
+        rows = journal.claimed()
+        if place.folder is not None and place.url is None and (why := journal.export(place.folder / PRODUCT)):
+            log.notes.note(PRODUCT, why)
+        failures, notes = log.failures.sentences(), log.notes.sentences()
         facts |= {"rows": len(rows), "failures": failures, "notes": notes, "finished": manifest.now()}
-        manifest.write(folder, facts)
+        facts |= {} if engine is None else {"engine": engine.about()}
+        manifest.write(place.folder, facts)
+        if parts is not None:
+            parts.put(manifest.FILE, json.dumps(facts, indent=2, default=str) + "\n")
     return Study(rows, failures, notes, facts)
-
-
-get_method = methods.get
-"""The registry's, under a name that the argument of :func:`evaluate` does not hide."""
-
-
-def _batches(data: Dataset, size: int, shard: Shard | None) -> list[tuple[Sample, ...]]:
-    """The batches of a study, or of a part of it: the same ones whoever computes them, and whenever."""
-    if size < 1:
-        raise RelpropError(f"The batch size is {size!r}; a batch has one image at least.")
-    which, parts = shard or (1, 1)
-    if not 1 <= which <= parts:
-        raise RelpropError(f"There is no shard {which} of {parts}; those of sixteen are 1/16 to 16/16.")
-    return [data.samples[i : i + size] for i in range(0, len(data), size)][which - 1 :: parts]

@@ -1,30 +1,35 @@
-"""A runner: one pass over the images of a study, which computes what its journal lacks."""
+"""A runner: explains and measures the images of a piece, and names what goes wrong.
+
+It knows nothing of journals and of who else is at work: the local run and every worker of a cluster have one.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import chain
-from pathlib import Path
-from typing import Any, TypeAlias
+import time
+from collections.abc import Container, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from relprop import datasets, requests
-from relprop.datasets import Batch, Sample
+from relprop import requests
+from relprop.datasets import Sample
 from relprop.errors import RelpropError
 from relprop.methods import Method
 from relprop.metrics.scorer import Scorer, fastest
-from relprop.study.journal import Journal, Row, key
+from relprop.study import pieces
+from relprop.study.journal import Row, key
 from relprop.study.measure import Measure, Measured, Seen
-from relprop.study.progress import Progress, Tally
-from relprop.study.troubles import Troubles, sentence
+from relprop.study.outcome import Outcome
+from relprop.study.pieces import Batch, Piece
+from relprop.study.troubles import Entry, Troubles, sentence
 from relprop.weights import fingerprint
 
-__all__ = ["Runner"]
+__all__ = ["Loaded", "Runner"]
 
 Keys: TypeAlias = dict[tuple[Method, Measure], str]
 """The keys of an image's rows."""
@@ -32,9 +37,28 @@ Keys: TypeAlias = dict[tuple[Method, Measure], str]
 Found: TypeAlias = tuple[Measure, str, int, Measured]
 """What a measure says of an image: the measure, the image's name, the explained class and the numbers."""
 
+TRIES = 2
+"""How often an image is read before it is given up: a network may stumble once."""
+
+_THREADS = 2
+
+
+class Loaded(NamedTuple):
+    """Images, ready for a model.
+
+    Attributes:
+        x: The inputs of those that could be read.
+        samples: These.
+        failures: What is wrong with the others.
+    """
+
+    x: Tensor
+    samples: tuple[Sample, ...]
+    failures: list[Entry]
+
 
 class Runner:
-    """Measures methods on batches of images, and names what goes wrong.
+    """Measures methods on batches of images.
 
     Args:
         model: What ``relprop.load`` returns.
@@ -45,9 +69,9 @@ class Runner:
 
     Attributes:
         weights: A hash of the model's weights.
-        mine: The keys of all rows that were asked for.
-        failures: What went wrong.
-        notes: What does not apply.
+        groups: The methods, as pieces have them.
+        failures: What went wrong since it was last asked.
+        notes: What does not apply, likewise.
     """
 
     def __init__(
@@ -60,9 +84,8 @@ class Runner:
         self.precision = precision
         self.weights = fingerprint(requests.module(model))
         self.failures, self.notes = Troubles(), Troubles()
-        self.mine: set[str] = set()
+        self.groups = pieces.groups(named, wanted, batch_size)
         self._scorer: Scorer | None = None
-        self._unread: set[str] = set()
         self._regions: dict[str, str | None] = {}
         self._told = {method: [method.name, {k: str(v) for k, v in method.options.items()}] for method in named}
         self._pairs = [(method, measure) for method in named for measure in wanted if self._fits(method, measure)]
@@ -74,6 +97,18 @@ class Runner:
         return not why
 
     # -- What is to be done --
+
+    def piece(self, batch: Batch, group: int) -> Piece:
+        """The piece of a batch and a group of methods."""
+        facts = {
+            "images": [[sample.name, sample.label, sample.stamp] for sample in batch.samples],
+            "weights": self.weights,
+            "preparation": str(self.model.preparation),
+            "precision": self.precision,
+            "methods": [self._told[method] for method in self.groups[group]],
+            "metrics": [[m.metric, m.protocol, dict(m.settings)] for m in self.wanted],
+        }
+        return Piece(batch, group, key(**facts))
 
     def keys(self, sample: Sample, company: Sequence[str] = ()) -> Keys:
         """The key of every row that an image is to have.
@@ -121,81 +156,82 @@ class Runner:
             self._regions[sample.name] = found
         return self._regions[sample.name]
 
-    def _keys(self, batch: Sequence[Sample]) -> dict[str, Keys]:
-        """The keys of a batch, by the images' names; an image that cannot be read is named and has none."""
-        readable = []
-        for sample in batch:
-            try:
-                _ = sample.key
-                readable.append(sample)
-            except RelpropError as error:  # noqa: PERF203 - a round is a file
-                self._fail(sample, error)
-        company = [sample.key for sample in readable]
-        return {sample.name: self.keys(sample, company) for sample in readable}
-
-    def _fail(self, sample: Sample, error: Exception) -> None:
-        self._unread.add(sample.name)
-        self.failures.note("", sentence(error), sample.name)
-
     # -- Doing it --
 
-    def __call__(
-        self, batches: Sequence[Sequence[Sample]], journal: Journal, progress: Callable[[Progress], None] | None
-    ) -> None:
-        done, lacking = journal.keys(), []
-        for batch in batches:
-            keys = {k for some in self._keys(batch).values() for k in some.values()}
-            self.mine |= keys
-            # A batch in which a row is lacking is taken whole, so that it is computed in the same company.
-            lacking += [] if keys <= done else [batch]
-        total, left = (sum(map(len, some)) for some in (batches, lacking))
-        tally = Tally(total, total - left, self.wanted)
-        if progress is not None:
-            tally.add(row for row in journal.brief() if row.key in self.mine)
-            progress(tally.progress(0))
-        self._samples = {sample.path: sample for batch in lacking for sample in batch}
-        count = 0
-        for loaded in datasets.batches(chain(*lacking), self._prepare, self.batch_size):
-            for part, rows in self._measure(loaded, done):
-                journal.add(rows)
-                tally.add(rows)
-                if progress is not None and part < 1:
-                    progress(tally.progress(count + part * len(loaded.samples)))
-            count += len(loaded.samples)
-            if progress is not None:
-                progress(tally.progress(count))
+    def load(self, samples: Sequence[Sample]) -> Loaded:
+        """Reads images; those that cannot be read, in two tries, are named and left out."""
+        with ThreadPoolExecutor(_THREADS, thread_name_prefix="relprop-decode") as pool:
+            read = list(pool.map(self._read, samples))
+        good = [(sample, x) for sample, x in zip(samples, read, strict=True) if isinstance(x, Tensor)]
+        failures: list[Entry] = [
+            ("", x, sample.name) for sample, x in zip(samples, read, strict=True) if isinstance(x, str)
+        ]
+        side = self.model.preparation.crop
+        stacked = torch.stack([x for _, x in good]) if good else torch.zeros(0, 3, side, side)
+        return Loaded(stacked, tuple(sample for sample, _ in good), failures)
 
-    def _prepare(self, path: Path) -> Tensor:
-        try:
-            x: Tensor = self.model.prepare(path)
-        except Exception as error:  # a file may be broken in ways that nobody has thought of
-            self._fail(self._samples[path], error)
-            side = self.model.preparation.crop
-            return torch.zeros(3, side, side)
-        return x
+    def _read(self, sample: Sample) -> Tensor | str:
+        why = ""
+        for _ in range(TRIES):
+            try:
+                x: Tensor = self.model.prepare(sample.picture())
+                _ = sample.key
+            except Exception as error:  # noqa: PERF203 - a file may be broken in ways that nobody has thought of
+                why = sentence(error)
+            else:
+                return x
+        return why
 
-    def _measure(self, batch: Batch, done: set[str]) -> Iterator[tuple[float, list[Row]]]:
-        """Explains and scores a batch; yields which part of it is done, and the rows of one method at a time."""
-        keys = self._keys(batch.samples)
-        good = [i for i, sample in enumerate(batch.samples) if sample.name not in self._unread]
-        samples = {batch.samples[i].name: batch.samples[i] for i in good}
-        lacking = {pair for name in samples for pair, k in keys[name].items() if k not in done}
+    def work(self, piece: Piece, known: Container[str] = ()) -> Outcome:
+        """All of a piece at once, for whoever is elsewhere."""
+        begin = time.monotonic()
+        loaded = self.load(piece.samples)
+        keys = self.of(loaded, piece.group)
+        rows = [row for _, some in self.measure(loaded, keys, known) for row in some]
+        every = [k for some in keys.values() for k in some.values()]
+        return Outcome(every, rows, *self.told(), time.monotonic() - begin)
+
+    def told(self) -> tuple[list[Entry], list[Entry]]:
+        """What went wrong and what does not apply since this was last asked."""
+        told = self.failures.entries(), self.notes.entries()
+        self.failures, self.notes = Troubles(), Troubles()
+        return told
+
+    def of(self, loaded: Loaded, group: int) -> dict[str, Keys]:
+        """The keys of the rows that a group of methods is to have of some images, by their names."""
+        company = [sample.key for sample in loaded.samples]
+        self._regions.clear()
+        keys = {sample.name: self.keys(sample, company) for sample in loaded.samples}
+        mine = set(self.groups[group])
+        return {name: {pair: k for pair, k in some.items() if pair[0] in mine} for name, some in keys.items()}
+
+    def measure(
+        self, loaded: Loaded, keys: Mapping[str, Keys], known: Container[str]
+    ) -> Iterator[tuple[float, list[Row]]]:
+        """Explains and scores images; yields which part of it is done, and the rows of one method at a time.
+
+        Images of which a row is lacking are not taken alone, so that they are computed in the same company.
+        """
+        self.failures.take(loaded.failures)
+        samples = {sample.name: sample for sample in loaded.samples}
+        lacking = {pair for name in samples for pair, k in keys[name].items() if k not in known}
         todo = {method: [m for m in self.wanted if (method, m) in lacking] for method in self.named}
         todo = {method: wanted for method, wanted in todo.items() if wanted}
         if not todo:
             return
         try:
-            scorer = self._score(batch.x[good])
-            target = scorer(batch.x[good]).argmax(1)
+            x = loaded.x.to(requests.device(requests.module(self.model)))
+            scorer = self._score(x)
+            target = scorer(x).argmax(1)
         except Exception as error:  # no reason for the next batch not to be tried
-            for sample in samples.values():
-                self._fail(sample, error)
+            for sample in samples:
+                self.failures.note("", sentence(error), sample)
             return
-        objects = [self._objects(sample) for sample in samples.values()]
+        objects = [self._objects(sample, x.device) for sample in samples.values()]
+        label = torch.tensor([-1 if s.label is None else s.label for s in samples.values()], device=x.device)
         tickets = [int(sample.key[:12], 16) for sample in samples.values()]
         for number, (method, wanted) in enumerate(todo.items(), 1):
-            facts = (list(samples), batch.x[good], target, batch.labels[good], objects, tickets, scorer)
-            seen = Seen(self.model, method, *facts)
+            seen = Seen(self.model, method, list(samples), x, target, label, objects, tickets, scorer)
             rows = []
             for measure, name, chosen, (values, curves) in self._explain(seen, wanted, keys):
                 about = (name, samples[name].label, chosen, method.name, measure.metric, measure.protocol)
@@ -248,12 +284,19 @@ class Runner:
             for i in range(len(seen.names)):
                 yield from self._take(seen.only([i]), measure, keys)
 
-    def _objects(self, sample: Sample) -> Tensor | None:
+    def _objects(self, sample: Sample, device: torch.device) -> Tensor | None:
         asked = any(measure.objects for measure in self.wanted) and self._region(sample)
-        return sample.objects(self.model.preparation) if asked else None
+        region = sample.objects(self.model.preparation) if asked else None
+        return None if region is None else region.to(device)
+
+    def warm(self) -> None:
+        """Builds what is built once, before there is an image."""
+        side = self.model.preparation.crop
+        self._score(torch.zeros(1, 3, side, side, device=requests.device(requests.module(self.model))))
 
     def _score(self, x: Tensor) -> Scorer:
-        """The fastest way to the probabilities, found out once."""
+        """The way to the probabilities: the same in every process, whichever images come first."""
         if self._scorer is None:
-            self._scorer = fastest(self.model, x, self.precision)
+            example = torch.randn(4, *x.shape[1:], generator=torch.Generator().manual_seed(0))
+            self._scorer = fastest(self.model, example.to(x), self.precision, engine="steady")
         return self._scorer

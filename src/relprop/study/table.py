@@ -14,6 +14,7 @@ from relprop.errors import RelpropError
 from relprop.study.journal import Row
 
 RESAMPLES = 10_000
+_AT_ONCE = 4_000_000
 ASIDE = ("spread", "score of the true class", "score of the explained class", "similarity when all is random")
 """Numbers that a table shows when they are asked for."""
 WIDE = 6
@@ -43,8 +44,10 @@ class Estimate:
 def estimate(values: Sequence[float], seed: int = 0) -> Estimate:
     """Mean and 95 % bootstrap interval (percentiles of resampled means; Efron and Tibshirani, 1993)."""
     data: NDArray[np.float64] = np.asarray(values, dtype=np.float64)
-    draws = np.random.default_rng(seed).integers(0, len(data), (RESAMPLES, len(data)))
-    low, high = np.percentile(data[draws].mean(1), [2.5, 97.5])
+    draw, step = np.random.default_rng(seed), max(1, _AT_ONCE // len(data))
+    sizes = [min(step, RESAMPLES - i) for i in range(0, RESAMPLES, step)]  # all at once would be gigabytes
+    means = np.concatenate([data[draw.integers(0, len(data), (size, len(data)))].mean(1) for size in sizes])
+    low, high = np.percentile(means, [2.5, 97.5])
     return Estimate(float(data.mean()), float(low), float(high), len(data))
 
 

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import traceback
+from collections.abc import Iterable
 from pathlib import Path
+from typing import TypeAlias
 
 from relprop.errors import RelpropError
 
-__all__ = ["Troubles", "sentence"]
+__all__ = ["Entry", "Troubles", "sentence"]
+
+Entry: TypeAlias = tuple[str, str, str | None]
+"""Whom it is about, the sentence, and the image or None."""
 
 
 class Troubles:
@@ -27,6 +32,15 @@ class Troubles:
         images = self._images.setdefault((who, why), {})
         if image is not None:
             images[image] = None
+
+    def entries(self) -> list[Entry]:
+        """All that was noted, to be noted elsewhere."""
+        return [(who, why, image) for (who, why), images in self._images.items() for image in images or [None]]
+
+    def take(self, entries: Iterable[Entry]) -> None:
+        """Notes what was noted elsewhere."""
+        for entry in entries:
+            self.note(*entry)
 
     def sentences(self) -> dict[str, str]:
         """The sentences, by whom they are about and with which images."""

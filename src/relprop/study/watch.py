@@ -18,6 +18,8 @@ __all__ = ["Watch"]
 EVERY = 30.0
 """Seconds between two lines of a log."""
 
+_SHOWN = 16
+
 
 class Watch:
     """Shows a study's progress while it is entered; pass it as ``progress``.
@@ -60,7 +62,9 @@ class Watch:
             self._bar.update(
                 self._task, completed=int(progress.done), total=progress.total, description=_pace(progress)
             )
-            self._live.update(Group(self._bar, means(progress)) if progress.means else self._bar)
+            more = [means(progress)] if progress.means else []
+            more += [paces(progress)] if progress.workers else []
+            self._live.update(Group(self._bar, *more))
         elif progress.fresh and (self._said is None or time.monotonic() - self._when >= self._every):
             self._say(progress)
 
@@ -70,9 +74,21 @@ class Watch:
 
 
 def _pace(progress: Progress) -> str:
-    if progress.rate is None or progress.left is None:
+    if progress.rate is None:
         return ""
-    return f"{progress.rate:.2g} images/s, {spoken(progress.left)} left"
+    left = "" if progress.left is None else f", {spoken(progress.left)} left"
+    return f"{progress.rate:.2g} images/s{left}"
+
+
+def paces(progress: Progress) -> Table:
+    """The workers of a cluster, each with its images a second."""
+    table = Table("worker", box=None, pad_edge=False)
+    table.add_column("images/s", justify="right")
+    for name, pace in list(progress.workers.items())[:_SHOWN]:
+        table.add_row(name, f"{pace:.2g}")
+    if len(progress.workers) > _SHOWN:
+        table.add_row(f"and {len(progress.workers) - _SHOWN} more", "")
+    return table
 
 
 def means(progress: Progress) -> Table:
