@@ -21,7 +21,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from relprop import __version__, cli_compare, cli_reproduce, cli_study, cli_train
+from relprop import __version__, cli_compare, cli_report, cli_reproduce, cli_serve, cli_study, cli_train
 from relprop.errors import RelpropError
 from relprop.runs import DONE, SOME_FAILED, Row, Run, load_model
 
@@ -65,6 +65,7 @@ def _relprop(
     relprop plan --preset mixture          what would be done, node by node
     relprop check photos/                  does it add up? for CI
     relprop train folder --data photos/    a network of your own, to be explained
+    relprop serve                          the same in a browser
     relprop models                         names, and weights that can be had
 
     Exit codes: 0, all done; 1, an image failed or does not add up; 2, nothing could be done; 130, interrupted. An error
@@ -243,7 +244,10 @@ def models(as_json: AsJson = False) -> None:
     typer.echo(f"\nThe cache is {folder()}; torchvision:NAME and timm:NAME take any model of theirs.")
 
 
-for _verb in (cli_compare.compare, *cli_study.VERBS, cli_reproduce.reproduce, cli_train.train):
+for _verb in (
+    *(cli_compare.compare, cli_report.report, cli_serve.serve),
+    *(*cli_study.VERBS, cli_reproduce.reproduce, cli_train.train),
+):
     app.command()(_verb)
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from PIL.Image import Image
 from torch import Tensor
 
@@ -67,6 +68,7 @@ class Answer:
         stops: The maps on the way, from the output to the pixels, which are last.
         row: What there is to say, in JSON types.
         contrast: The class that the target was held against, and the difference of the two maps.
+        classes: What all classes are called.
     """
 
     name: str
@@ -77,6 +79,7 @@ class Answer:
     stops: tuple[Stop, ...]
     row: Mapping[str, Any]
     contrast: tuple[Mapping[str, Any], Tensor] | None = None
+    classes: tuple[str, ...] = field(default=(), repr=False)
 
     @property
     def label(self) -> str:
@@ -116,6 +119,7 @@ def answer(model: Model, picture: Image, name: str, question: Question) -> Answe
         (*stops, Stop("the pixels", e.heatmap[0])),
         row,
         None if against is None else _contrast(model, x, [int(e.target[0]), against], question),
+        model.classes or tuple(f"class {index}" for index in range(model.outputs)),
     )
 
 
@@ -131,7 +135,7 @@ def _layers(plan: Plan, model: Model) -> list[str]:
 
 def _contrast(model: Model, x: Tensor, pair: list[int], question: Question) -> tuple[dict[str, Any], Tensor]:
     """Why this and not that: both start with one, for else the likelier class would drown the other."""
-    both = relprop.explain(model, x, [pair], **question.how, start="one")
+    both = relprop.explain(model, x, torch.tensor([pair]), **question.how, start="one")
     name = model.classes[pair[1]] if model.classes else None
     about = {"class": pair[1], "name": name, "probability": float(both.output[0].double().softmax(0)[pair[1]])}
     this, that = both.heatmap[0]

@@ -36,8 +36,9 @@ def _card(comparison: Comparison, method: str, photo: Image | None, label: str, 
         for p, title in PROTOCOLS.items()
     )
     head = "<tr><th></th><th class=n>ID</th><th class=n>insertion</th><th class=n>deletion</th></tr>"
+    name = html.escape(method)
     return (
-        f'<section class="rp-card" aria-label="{html.escape(method)}"><h3>{html.escape(method)}</h3>{shown}{_curves(comparison, method)}'
+        f'<section class="rp-card" aria-label="{name}"><h3>{name}</h3>{shown}{_curves(comparison, method)}'
         f"<table>{head}{rows}</table></section>"
     )
 
@@ -49,7 +50,9 @@ def _curves(comparison: Comparison, method: str) -> str:
         curves = comparison.scores[method][protocol].curves._asdict()
         for kind, colour in _COLOURS.items():
             points = zip(*(axis[0].tolist() for axis in curves[kind]), strict=True)
-            path = " ".join(f"{_LEFT + x * (_WIDTH - _LEFT - 4):.1f},{6 + (1 - y) * (_HEIGHT - 12):.1f}" for x, y in points)
+            path = " ".join(
+                f"{_LEFT + x * (_WIDTH - _LEFT - 4):.1f},{6 + (1 - y) * (_HEIGHT - 12):.1f}" for x, y in points
+            )
             lines.append(
                 f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="1.8" '
                 f'stroke-dasharray="{_DASHES[protocol]}"/>'
@@ -59,7 +62,7 @@ def _curves(comparison: Comparison, method: str) -> str:
         f'<text x="{_LEFT - 5}" y="{10 + (1 - y) * (_HEIGHT - 12)}" text-anchor="end">{y:g}</text>'
         for y in (0, 0.5, 1)
     )
-    said = f"Curves of {method}: the probability of the class while pixels are inserted and deleted; the table has the areas."
+    said = f"Curves of {method}: the probability while pixels are inserted and deleted; the table has the areas."
     return (
         f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT + _FOOT}" role="img" aria-label="{html.escape(said)}" font-size="10" '
         f'fill="currentColor" xmlns="http://www.w3.org/2000/svg">{ticks}{"".join(lines)}{_keys()}</svg>'

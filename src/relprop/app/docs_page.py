@@ -11,7 +11,9 @@ from relprop.app.viewer import style
 
 __all__ = ["docs_page"]
 
-_BODY = "body{font-family:system-ui,sans-serif;margin:1.5rem auto;padding:0 1rem;max-width:60rem;color-scheme:light dark}"
+_BODY = (
+    "body{font-family:system-ui,sans-serif;margin:1.5rem auto;padding:0 1rem;max-width:60rem;color-scheme:light dark}"
+)
 _BODY += "pre{overflow-x:auto;padding:.6rem;background:#8882;border-radius:6px}code{font-size:.95em}"
 _BODY += "form label{display:block;margin:.5rem 0}form input,form select{font:inherit}"
 
@@ -20,7 +22,10 @@ def docs_page(schema: Mapping[str, Any]) -> str:
     """A page about an OpenAPI description."""
     about = schema["info"]
     parts = [f"<h1>{_text(about['title'])} {_text(about['version'])}</h1><p>{_text(about['description'])}</p>"]
-    parts.append('<p>The <a href="openapi.json">OpenAPI description</a> is for programs; <a href="./">the page</a> for people.</p>')
+    parts.append(
+        '<p>The <a href="openapi.json">OpenAPI description</a> is for programs, <a href="./">the page</a> for people.'
+        "</p>"
+    )
     for path, methods in schema["paths"].items():
         for method, operation in methods.items():
             parts += _operation(schema, path, method, operation)
@@ -42,7 +47,7 @@ def _operation(schema: Mapping[str, Any], path: str, method: str, operation: Map
             default = json.dumps(about["default"]) if about.get("default") is not None else ""
             needed = "needed" if name in fields.get("required", ()) else default
             what = f"{about.get('description', '')} {' | '.join(_choices(about))}"
-            yield f"<tr><td><code>{_text(name)}</code></td><td>{_text(what)}</td><td><code>{_text(needed)}</code></td></tr>"
+            yield f"<tr><td><code>{_text(name)}</code></td><td>{_text(what)}</td><td>{_text(needed)}</td></tr>"
         yield f"</table><pre>curl -F image=@photo.jpg -F target=tabby http://HOST:PORT{_text(path)}</pre>"
         yield f'<details><summary>Try it</summary><form method="post" action=".{_text(path)}" enctype="{_text(kind)}">'
         yield from (_input(name, about) for name, about in fields["properties"].items())

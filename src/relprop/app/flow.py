@@ -18,7 +18,7 @@ _STEP, _THICK, _APART, _TOP = 62, 120, 20, 44
 
 def flow(answer: Answer) -> str:
     """The whole view: words, the band, and the map at every block."""
-    parts = [f"<p>{html.escape(words(answer))}</p>"]
+    parts = [f"<h2>Where the relevance went</h2><p>{html.escape(words(answer))}</p>"]
     if answer.shares:
         parts += ["<h3>How it was parted at every merge</h3>", band(answer.shares, answer.label), _table(answer.shares)]
     else:
@@ -72,7 +72,7 @@ def band(shares: Sequence[Share], label: str) -> str:
     skips = sum(share.skip for share in shares) / len(shares)
     said = (
         f"Relevance flows from {label} back to the pixels through {len(shares)} residual blocks; on average "
-        f"{100 * skips:.0f} % takes the skip and {100 * (1 - skips):.0f} % the residual branch. The table below has all."
+        f"{100 * skips:.0f} % takes the skip and {100 * (1 - skips):.0f} % the residual branch. A table has all."
     )
     parts = [
         f'<svg viewBox="0 0 {width} {height}" role="img" aria-label="{html.escape(said)}" '

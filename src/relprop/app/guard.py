@@ -32,6 +32,7 @@ _READ = re.compile(
 )
 _WRITE = re.compile(r"/gradio_api/(queue/join|upload|cancel|reset)/?")
 _FILE = "/gradio_api/file="
+_READING = ("GET", "HEAD")
 _SMALL = 2 * MEGA  # bytes of what the page says when nothing is uploaded
 _FULL = 20  # uploads of the largest size that the folder has room for
 
@@ -41,7 +42,7 @@ HEADERS = {
     "referrer-policy": "no-referrer",
     "x-content-type-options": "nosniff",
 }
-_STRANGE = re.compile(rb'<meta[^>]*(?:og:|twitter:)[^>]*>', re.DOTALL)
+_STRANGE = re.compile(rb"<meta[^>]*(?:og:|twitter:)[^>]*>", re.DOTALL)
 
 
 class Guard:
@@ -88,7 +89,7 @@ class Guard:
         await self.app(scope, receive, _with_headers(send))
 
     def _refusal(self, method: str, path: str, headers: dict[str, str]) -> tuple[int, str] | None:
-        """Why something is not answered."""
+        """Why something is not answered, to whomever and whatever it is."""
         host = re.sub(r":\d+$", "", headers.get("host", "")).strip("[]").lower()
         if self.hosts is not None and host not in self.hosts:
             return 403, "This server does not go by that name."
@@ -96,19 +97,25 @@ class Guard:
             kind, _, given = headers.get("authorization", "").partition(" ")
             if kind.lower() != "basic" or not secrets.compare_digest(given.strip().encode(), self._auth.encode()):
                 return 401, "This server wants a name and a password."
-        if method not in ("GET", "HEAD") and headers.get("sec-fetch-site") in ("cross-site", "same-site"):
+        if method not in _READING and headers.get("sec-fetch-site") in ("cross-site", "same-site"):
             return 403, "Another site's page has asked for this."
+        return self._no_place(method, path) or self._no_room(method, path, headers.get("content-length", ""))
+
+    def _no_place(self, method: str, path: str) -> tuple[int, str] | None:
+        """Why nothing is at an address."""
         if path.startswith(_FILE):
             found = self.house.holds(unquote(path.removeprefix(_FILE)))
-            return None if found and method in ("GET", "HEAD") else (403, "There is no such file here.")
-        allowed = _OURS.fullmatch(path) or (_READ if method in ("GET", "HEAD") else _WRITE).fullmatch(path)
-        if not allowed or ".." in PurePath(unquote(path)).parts:
-            return 404, "There is nothing here."
-        most = self.limits.upload if path.startswith("/gradio_api/upload") else self.limits.photo
-        said = headers.get("content-length", "")
-        if said.isdigit() and int(said) > most + _SMALL:
+            return None if found and method in _READING else (403, "There is no such file here.")
+        allowed = _OURS.fullmatch(path) or (_READ if method in _READING else _WRITE).fullmatch(path)
+        return None if allowed and ".." not in PurePath(path).parts else (404, "There is nothing here.")
+
+    def _no_room(self, method: str, path: str, length: str) -> tuple[int, str] | None:
+        """Why something is too large to be taken."""
+        upload = path.startswith("/gradio_api/upload")
+        most = self.limits.upload if upload else self.limits.photo
+        if length.isdigit() and int(length) > most + _SMALL:
             return 413, f"This is more than the {most / MEGA:g} MB that this server takes."
-        if path.startswith("/gradio_api/upload") and method == "POST" and self._full():
+        if upload and method == "POST" and self._full():
             return 507, "The server's folder is full; try again later."
         return None
 
@@ -154,7 +161,8 @@ async def _whole(receive: Receive, most: int) -> bytes | None:
         message = await receive()
         if message["type"] != "http.request":
             return None
-        body += message.get("body", b"")
+        part: bytes = message.get("body", b"")
+        body += part
         if len(body) > most:
             return None
         if not message.get("more_body"):

@@ -26,16 +26,18 @@ from relprop.result import Explanation
 __all__ = ["compared", "report", "saved"]
 
 _POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src 'unsafe-inline'"
-_BODY = "body{font-family:system-ui,sans-serif;margin:1.5rem auto;padding:0 1rem;max-width:1500px;color-scheme:light dark}"
+_BODY = (
+    "body{font-family:system-ui,sans-serif;margin:1.5rem auto;padding:0 1rem;max-width:1500px;color-scheme:light dark}"
+)
 
 
 def report(answer: Answer, comparison: Comparison | None = None) -> str:
     """The report of an answer, with a comparison of methods where there was one."""
+    model = str(answer.explanation.settings.get("model", "a model"))
     parts = [
-        f"<p>{html.escape(answer.name)}, as seen by {html.escape(str(answer.explanation.settings.get('model', '')))}.</p>",
+        f"<p>{html.escape(answer.name)}, as seen by {html.escape(model)}.</p>",
         top(answer.row),
         views(answer),
-        "<h2>Where the relevance went</h2>",
         flow(answer),
     ]
     if comparison is not None:
@@ -130,13 +132,17 @@ def compared(folder: Path) -> str:
     except (OSError, ValueError, KeyError, TypeError) as error:
         if isinstance(error, RelpropError):
             raise
-        raise RelpropError(f"{folder} holds no explanation and no comparison; pass a folder that relprop made.") from error
+        raise RelpropError(
+            f"{folder} holds no explanation and no comparison; pass a folder that relprop made."
+        ) from error
     said = (f"Overlays of {methods} on {image}, with their scores", f"Insertion and deletion curves of {methods}")
     shown = "".join(
         f'<p><img style="max-width:100%" src="{uri}" alt="{html.escape(text)}"></p>'
         for uri, text in zip(pictures, said, strict=True)
     )
-    about = {name: manifest.get(name) for name in ("command", "model", "weights", "image", "scored", "settings", "files")}
+    about = {
+        name: manifest.get(name) for name in ("command", "model", "weights", "image", "scored", "settings", "files")
+    }
     return _page(f"Methods for {target['name']}", f"{shown}<h2>How it was made</h2>{_settings(about)}")
 
 

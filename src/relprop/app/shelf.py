@@ -56,7 +56,9 @@ class Shelf:
         for name, weights in self.given:
             offers.setdefault(name, []).append(weights)
         for name in zoo.names():
-            there = [w for w in catalogue.labels(name) if any(folder().glob(f"{name}-{w}-????????????????.safetensors"))]
+            there = [
+                w for w in catalogue.labels(name) if any(folder().glob(f"{name}-{w}-????????????????.safetensors"))
+            ]
             offers.setdefault(name, []).extend([*there, _RANDOM])
         return {name: tuple(dict.fromkeys(weights)) for name, weights in offers.items()}
 

@@ -46,28 +46,41 @@
   }
 
   class RelpropMap extends HTMLElement {
+    static observedAttributes = ["data-view"];
+
+    // A page that is redrawn may hand an element that is there already another view.
+    attributeChangedCallback() {
+      this.build();
+    }
+
     connectedCallback() {
-      if (this.view) return;
-      const view = (this.view = JSON.parse(this.dataset.view));
-      for (const map of view.maps) map.values = new Float32Array(bytes(map.values).buffer);
-      this.at = view.maps.length - 1;
-      this.canvases = {};
-      const panes = make("div", { class: "rp-panes" });
-      for (const pane of view.panes) panes.append(this.pane(pane));
-      this.status = make("output", { class: "rp-value", "aria-live": "polite" });
-      this.append(...(view.maps.length > 1 ? [this.stops()] : []), panes, this.status);
-      if (view.controls) this.append(this.controls());
       this.changed = () => this.paint();
       document.addEventListener("relprop-look", this.changed);
-      this.rest();
-      if (!view.photo) return this.paint();
-      const photo = new Image();
-      photo.onload = () => { this.photo = this.grey(photo); this.paint(); };
-      photo.src = view.photo;
     }
 
     disconnectedCallback() {
       document.removeEventListener("relprop-look", this.changed);
+    }
+
+    build() {
+      const view = (this.view = JSON.parse(this.dataset.view));
+      const root = (this.root = this.shadowRoot || this.attachShadow({ mode: "open" }));
+      root.replaceChildren(make("style", {}, STYLE));
+      this.photo = null;
+      for (const map of view.maps) map.values = new Float32Array(bytes(map.values).buffer);
+      this.at = view.maps.length - 1;
+      this.canvases = {};
+      this.panes = make("div", { class: "rp-panes" });
+      this.panes.style.maxWidth = `${660 * view.panes.length}px`;
+      for (const pane of view.panes) this.panes.append(this.pane(pane));
+      this.status = make("output", { class: "rp-value", "aria-live": "polite" });
+      root.append(...(view.maps.length > 1 ? [this.stops()] : []), this.panes, this.status);
+      if (view.controls) root.append(this.controls());
+      this.rest();
+      if (!view.photo) return this.paint();
+      const photo = new Image();
+      photo.onload = () => { if (this.view === view) { this.photo = this.grey(photo); this.paint(); } };
+      photo.src = view.photo;
     }
 
     get map() { return this.view.maps[this.at]; }
@@ -100,7 +113,8 @@
         const inside = (v) => Math.min(0.9999, Math.max(0, v));
         this.point(inside(x + (far * step[0]) / this.map.width), inside(y + (far * step[1]) / this.map.height));
       });
-      return make("figure", {}, frame, make("figcaption", {}, caption));
+      const alone = this.view.panes.length === 1; // then there is a heading above
+      return make("figure", {}, frame, ...(alone ? [] : [make("figcaption", {}, caption)]));
     }
 
     // Says what the map holds at a place, and marks it in all pictures.
@@ -111,7 +125,7 @@
       this.here = [x, y];
       const part = total ? `, ${short((100 * v) / total)} % of all` : "";
       this.status.textContent = `column ${column}, row ${row}: ${short(v)}${part}`;
-      for (const mark of this.querySelectorAll(".rp-mark")) {
+      for (const mark of this.root.querySelectorAll(".rp-mark")) {
         mark.hidden = false;
         mark.style.left = `${(100 * (column + 0.5)) / width}%`;
         mark.style.top = `${(100 * (row + 0.5)) / height}%`;
@@ -122,7 +136,7 @@
       this.here = null;
       const hint = "Point at a picture, or reach it with Tab and use the arrow keys, to read the value there.";
       this.status.textContent = this.view.controls ? hint : "";
-      for (const mark of this.querySelectorAll(".rp-mark")) mark.hidden = true;
+      for (const mark of this.root.querySelectorAll(".rp-mark")) mark.hidden = true;
     }
 
     slider(label, settings, start, say, change) {
@@ -192,7 +206,7 @@
         const where = kind === "overlay" ? ", over the photo" : "";
         canvas.setAttribute("aria-label", `${view.captions.heat}${where}. ${map.alt}${how}`);
       }
-      this.dataset.painted = `${this.at} ${look.levels} ${look.opacity} ${look.colours}`;
+      this.panes.dataset.painted = `${this.at} ${look.levels} ${look.opacity} ${look.colours}`;
       if (this.here) this.point(...this.here);
     }
   }

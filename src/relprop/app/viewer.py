@@ -31,8 +31,11 @@ COLOURS = {
 }
 """Colour maps that colour-blind people can read, and what they are called."""
 
-_THIRDS = (("upper left", "upper middle", "upper right"), ("left", "middle", "right"))
-_THIRDS = (*_THIRDS, ("lower left", "lower middle", "lower right"))
+_THIRDS = (
+    ("upper left", "upper middle", "upper right"),
+    ("left", "middle", "right"),
+    ("lower left", "lower middle", "lower right"),
+)
 
 
 @cache
@@ -48,7 +51,8 @@ def script() -> str:
         }
         for name, title in COLOURS.items()
     }
-    return f"const COLOURS = {json.dumps(tables)};\n{_file('viewer.js')}"
+    known = f"const COLOURS = {json.dumps(tables)}, STYLE = {json.dumps(_file('viewer.css'))};"
+    return f"{{\n{known}\n{_file('viewer.js')}}}"
 
 
 @cache
