@@ -8,6 +8,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, get_args
 
@@ -79,7 +80,6 @@ class _Page:
                     alt_text="The photo that you chose",
                     elem_id="photo",
                 )
-                _undecoded(self.photo)
                 with gr.Row(elem_classes="rp-samples"):
                     self.samples = [gr.Button(f"sample: {sample}", size="sm", min_width=80) for sample in SAMPLES]
                 self.model = gr.Dropdown(list(offers), value=name, label="Model", elem_id="model")
@@ -96,7 +96,6 @@ class _Page:
                         height=120,
                         elem_id="checkpoint",
                     )
-                    _undecoded(self.checkpoint)
             with gr.Column(scale=3, min_width=320):
                 self.notice = _html("", "notice")
                 first = "<p>Choose a photo, or one of the samples, to see what speaks for which class.</p>"
@@ -120,9 +119,17 @@ class _Page:
         there = [*methods.names(), *_QUANTISED]
         with gr.Row():
             self.methods = gr.Dropdown(
-                there, value=_FIRST, multiselect=True, label="Methods: type to search", elem_id="methods", scale=3
+                there,
+                value=_FIRST,
+                multiselect=True,
+                label="Methods: type to search",
+                elem_id="methods",
+                scale=3,
+                min_width=280,
             )
-            self.points = gr.Radio([_QUICK, _PUBLISHED], value=_QUICK, label="Curves", elem_id="points", scale=2)
+            self.points = gr.Radio(
+                [_QUICK, _PUBLISHED], value=_QUICK, label="Curves", elem_id="points", scale=2, min_width=280
+            )
         with gr.Row():
             self.start = gr.Button("Compare", variant="primary", elem_id="start")
             self.stop = gr.Button("Cancel", elem_id="stop")
@@ -139,6 +146,7 @@ class _Page:
                 self._told(work),
                 [*settings, *more],
                 shown,
+                preprocess=False,  # Gradio would decode a stranger's photo; here it is read under limits
                 api_visibility="private",
                 trigger_mode="always_last",
                 show_progress="minimal",
@@ -164,7 +172,7 @@ class _Page:
             show_progress="hidden",
             trigger_mode="once",
         )
-        self.stop.click(self._stop, None, None, queue=False, api_visibility="private", show_progress="hidden")
+        self.stop.click(self._stop, None, None, api_visibility="private", show_progress="hidden")
         self.blocks.unload(self._left)
 
     # -- what happens --
@@ -186,11 +194,12 @@ class _Page:
 
     def _uploaded(self, visit: Visit, *values: Any) -> dict[Any, Any]:
         *settings, photo = values
-        found = self.desk.house.holds(photo[0]) if photo else None
+        found = self.desk.house.holds(photo["path"]) if photo else None
         if found is None:
             raise RelpropError("The photo did not arrive; choose it again.")
-        visit.photo = visit.keep(found, "photo"), str(photo[1])[:100]
-        return self._explained(visit, *settings, fresh=True)
+        before, visit.photo = visit.photo, (visit.keep(found), _called(photo, found))
+        with _instead(visit, "photo", before):
+            return self._explained(visit, *settings, fresh=True)
 
     def _sampled(self, sample: str, visit: Visit, *settings: Any) -> dict[Any, Any]:
         copy = visit.folder / SAMPLES[sample].name
@@ -220,16 +229,13 @@ class _Page:
 
     def _own_weights(self, visit: Visit, *values: Any) -> dict[Any, Any]:
         *settings, file = values
-        found = self.desk.house.holds(file[0]) if file else None
+        found = self.desk.house.holds(file["path"]) if file else None
         if found is None or found.suffix != ".safetensors":
             raise RelpropError("Your own weights are a .safetensors file; convert other checkpoints to that.")
         self.desk.limits.check_size(found.name, found.stat().st_size, self.desk.limits.checkpoint)
-        before, visit.checkpoint = visit.checkpoint, visit.keep(found, "checkpoint.safetensors")
-        try:
+        before, visit.checkpoint = visit.checkpoint, visit.keep(found, found.suffix)
+        with _instead(visit, "checkpoint", before):
             return self._anew(visit, *settings)
-        except RelpropError:
-            visit.checkpoint = before if before != visit.checkpoint else None
-            raise
 
     def _no_own_weights(self, visit: Visit, *settings: Any) -> dict[Any, Any]:
         visit.checkpoint = None
@@ -251,8 +257,8 @@ class _Page:
         if visit.photo is None:
             raise RelpropError("There is no photo yet; choose one first.")
         question = Question(
-            None if fresh or target in (None, "") else int(target),
-            None if fresh or contrast in (None, "", _NOBODY) else int(contrast),
+            None if fresh or target in (None, "") else target,
+            None if fresh or contrast in (None, "", _NOBODY) else contrast,
             preset,
             None if split == _OWN_SPLIT else split,
             bool(skips),
@@ -347,17 +353,19 @@ def _with(work: Callable[..., Any], first: str) -> Callable[..., Any]:
     return lambda *values: work(first, *values)
 
 
-def _undecoded(component: Any) -> None:
-    """Lets a component hand on where a file lies and what it is called, instead of opening it.
+@contextmanager
+def _instead(visit: Visit, name: str, before: Any) -> Iterator[None]:
+    """Takes what was there before again if the new one is of no use."""
+    try:
+        yield
+    except RelpropError:
+        setattr(visit, name, before)
+        raise
 
-    A stranger's file is read under our own limits. It is done on the object, for Gradio writes a file beside the code
-    of every class that is made from one of its own.
-    """
 
-    def preprocess(payload: Any) -> tuple[str, str] | None:
-        return None if payload is None else (payload.path, payload.orig_name or Path(payload.path).name)
-
-    component.preprocess = preprocess
+def _called(file: dict[str, Any], path: Path) -> str:
+    """What a visitor calls a file."""
+    return Path(str(file.get("orig_name") or path.name)).name[:100]
 
 
 def _html(content: str, name: str) -> gr.HTML:

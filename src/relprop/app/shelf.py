@@ -75,7 +75,7 @@ class Shelf:
         if wanted.checkpoint is not None:
             path = wanted.checkpoint
             try:
-                return self._kept((name, wanted.visit, str(path.stat().st_mtime_ns)), str(path))
+                return self._kept((name, wanted.visit, path.name), str(path))
             except RelpropError as error:
                 raise RelpropError(str(error).replace(str(path), "Your checkpoint")) from error
         weights = wanted.weights or offers[name][0]

@@ -107,9 +107,9 @@ class Visit:
         self.seen = time.monotonic()
         self._sent: set[Path] = set()
 
-    def keep(self, upload: Path, name: str) -> Path:
-        """Takes an upload over, in place of an earlier one of the same kind."""
-        to = self.folder / name
+    def keep(self, upload: Path, suffix: str = "") -> Path:
+        """Takes an upload over, by a name that is not the visitor's choice."""
+        to = self.folder / f"{secrets.token_hex(4)}{suffix}"
         shutil.copyfile(upload, to)
         self._sent.add(upload)
         return to
