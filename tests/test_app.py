@@ -410,6 +410,8 @@ def asked(address: str, path: str, **options: Any) -> tuple[int, bytes]:
             return answer.status, answer.read()
     except urllib.error.HTTPError as error:
         return error.code, error.read()
+    except (ConnectionError, urllib.error.URLError):
+        return 0, b""  # the server has hung up
 
 
 def test_nothing_is_served_from_elsewhere(tmp_path: Path) -> None:
@@ -498,7 +500,7 @@ def test_a_server_with_a_password_stays_small(tmp_path: Path, photo: Path) -> No
         code = asked(
             server.address, "/explain", data=iter([large] * 2), headers={**key, "Transfer-Encoding": "chunked"}
         )[0]
-        assert code >= 400
+        assert code in (0, 400)
 
         # Too many: some wait for their turn, and the others are told so.
         answers: list[tuple[int, bytes]] = []

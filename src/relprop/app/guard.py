@@ -34,6 +34,7 @@ _WRITE = re.compile(r"/gradio_api/(queue/join|upload|cancel|reset)/?")
 _FILE = "/gradio_api/file="
 _READING = ("GET", "HEAD")
 _SMALL = 2 * MEGA  # bytes of what the page says when nothing is uploaded
+_PATIENCE = 100 * MEGA  # bytes that are listened to, and dropped, before one is told that they are too many
 _FULL = 20  # uploads of the largest size that the folder has room for
 
 HEADERS = {
@@ -71,6 +72,8 @@ class Guard:
         headers = {name.decode("latin-1").lower(): value.decode("latin-1") for name, value in scope["headers"]}
         refused = self._refusal(scope["method"], scope["path"], headers)
         if refused is not None:
+            if refused[0] == 413:
+                await _whole(receive, _PATIENCE, keep=False)  # else a browser never reads why it was refused
             await _say(send, *refused)
             return
         path = scope["path"].rstrip("/")
@@ -154,16 +157,16 @@ async def _say(send: Send, status: int, sentence: str) -> None:
     await send({"type": "http.response.body", "body": body})
 
 
-async def _whole(receive: Receive, most: int) -> bytes | None:
-    """A request's body; None where it is too long, or was broken off."""
-    body = b""
+async def _whole(receive: Receive, most: int, *, keep: bool = True) -> bytes | None:
+    """A request's body, if it is to be kept; None where it is too long, or was broken off."""
+    body, size = b"", 0
     while True:
         message = await receive()
         if message["type"] != "http.request":
             return None
         part: bytes = message.get("body", b"")
-        body += part
-        if len(body) > most:
+        body, size = body + part if keep else b"", size + len(part)
+        if size > most:
             return None
         if not message.get("more_body"):
             return body

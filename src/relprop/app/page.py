@@ -337,7 +337,12 @@ class _Page:
             visit.turn.stop()
 
     def _left(self, request: gr.Request) -> None:
-        self.desk.visits.end(str(request.session_hash))
+        """Nothing stays, nor does what Gradio would keep of the page for an hour."""
+        session = str(request.session_hash)
+        self.desk.visits.end(session)
+        held = self.blocks.state_holder
+        held.session_data.pop(session, None)
+        held.time_last_used.pop(session, None)
 
 
 _ABOUT_SCORES = (
