@@ -32,9 +32,9 @@ COLOURS = {
 """Colour maps that colour-blind people can read, and what they are called."""
 
 _THIRDS = (
-    ("upper left", "upper middle", "upper right"),
-    ("left", "middle", "right"),
-    ("lower left", "lower middle", "lower right"),
+    ("in the upper left", "in the upper middle", "in the upper right"),
+    ("on the left", "in the middle", "on the right"),
+    ("in the lower left", "in the lower middle", "in the lower right"),
 )
 
 
@@ -134,7 +134,7 @@ def _where(values: Tensor) -> str:
     row, column = max(((r, c) for r in range(3) for c in range(3)), key=lambda at: float(thirds[at[0]][at[1]]))
     ordered = values.flatten().sort(descending=True).values.cumsum(0)
     few = int((ordered < whole / 2).sum()) + 1
-    return f"strongest in the {_THIRDS[row][column]}, half of it in {100 * few / values.numel():.0f} % of the area"
+    return f"strongest {_THIRDS[row][column]}, half of it in {100 * few / values.numel():.0f} % of the area"
 
 
 def data_uri(picture: Image.Image) -> str:
