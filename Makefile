@@ -32,7 +32,7 @@ pytest: $(STAMP) chromium ## the tests alone; ARGS="-k ledger" to choose
 chromium:
 	@command -v chromium >/dev/null || command -v chromium-browser >/dev/null || { \
 	  root=$$([ "$$(id -u)" = 0 ] || echo sudo -n); command -v apt-get >/dev/null && $$root apt-get update -qq \
-	  && $$root apt-get install -y -qq --no-install-recommends chromium; } \
+	  && $$root env DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends chromium; } \
 	|| echo "The browser tests need chromium, which could not be installed here; install it so that it is on PATH."
 
 support: $(STAMP) ## examine every model of the support matrix and write docs/support.md; takes most of an hour

@@ -13,7 +13,6 @@ import secrets
 from collections.abc import Awaitable, Callable, Iterator, MutableMapping
 from pathlib import PurePath
 from typing import Any, TypeAlias
-from urllib.parse import unquote
 
 from relprop.app.limits import MEGA, Limits
 from relprop.app.visits import House
@@ -107,7 +106,7 @@ class Guard:
     def _no_place(self, method: str, path: str) -> tuple[int, str] | None:
         """Why nothing is at an address."""
         if path.startswith(_FILE):
-            found = self.house.holds(unquote(path.removeprefix(_FILE)))
+            found = self.house.holds(path.removeprefix(_FILE))
             return None if found and method in _READING else (403, "There is no such file here.")
         allowed = _OURS.fullmatch(path) or (_READ if method in _READING else _WRITE).fullmatch(path)
         return None if allowed and ".." not in PurePath(path).parts else (404, "There is nothing here.")

@@ -85,7 +85,7 @@ class Shelf:
 
     def forget(self, visit: str) -> None:
         """Drops what only one visitor could have."""
-        for key in [key for key in self._loaded if len(key) > 2 and key[1] == visit]:
+        for key in [key for key in list(self._loaded) if len(key) > 2 and key[1] == visit]:
             self._loaded.pop(key, None)
 
     def _kept(self, key: tuple[str, ...], weights: str) -> Model:
