@@ -8,7 +8,7 @@ STAMP := $(VENV)/.installed
 WORKERS ?= 2
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint types pytest docs figures install support bench format clean
+.PHONY: help demo test lint types pytest chromium docs figures install support bench format clean
 
 help: ## show this list
 	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 10
@@ -25,7 +25,7 @@ lint: $(STAMP) ## ruff, rules and formatting
 types: $(STAMP) ## mypy --strict on src/relprop
 	$(BIN)/mypy
 
-pytest: $(STAMP) ## the tests alone; ARGS="-k ledger" to choose
+pytest: $(STAMP) chromium ## the tests alone; ARGS="-k ledger" to choose
 	$(BIN)/python -m pytest -q -n $(WORKERS) --dist loadgroup $(ARGS)
 
 docs: $(STAMP) ## build the documentation into build/site, strictly; open build/site/index.html
@@ -36,6 +36,13 @@ figures: $(STAMP) ## run the pages' own code with real weights and keep its pict
 
 install: $(STAMP) ## build wheel and sdist, install each for real into an empty environment, use it outside; takes minutes
 	.ci/install $(BIN)/python
+
+# The page is tested in a real browser: Debian's, installed where root or sudo may, named in a sentence where not.
+chromium:
+	@command -v chromium >/dev/null || command -v chromium-browser >/dev/null || { \
+	  root=$$([ "$$(id -u)" = 0 ] || echo sudo -n); command -v apt-get >/dev/null && $$root apt-get update -qq \
+	  && $$root env DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends chromium; } \
+	|| echo "The browser tests need chromium, which could not be installed here; install it so that it is on PATH."
 
 support: $(STAMP) ## examine every model of the support matrix and write docs/support.md; takes most of an hour
 	$(BIN)/python -W ignore tests/sums.py

@@ -21,7 +21,16 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from relprop import __version__, cli_compare, cli_doctor, cli_reproduce, cli_study, cli_train
+from relprop import (
+    __version__,
+    cli_compare,
+    cli_doctor,
+    cli_report,
+    cli_reproduce,
+    cli_serve,
+    cli_study,
+    cli_train,
+)
 from relprop.errors import RelpropError
 from relprop.runs import DONE, SOME_FAILED, Row, Run, load_model
 
@@ -65,6 +74,7 @@ def _relprop(
     relprop plan --preset mixture          what would be done, node by node
     relprop check photos/                  does it add up? for CI
     relprop train folder --data photos/    a network of your own, to be explained
+    relprop serve                          the same in a browser
     relprop models                         names, and weights that can be had
     relprop doctor                         is all there? what is missing?
 
@@ -244,7 +254,10 @@ def models(as_json: AsJson = False) -> None:
     typer.echo(f"\nThe cache is {folder()}; torchvision:NAME and timm:NAME take any model of theirs.")
 
 
-for _verb in (cli_compare.compare, *cli_study.VERBS, cli_reproduce.reproduce, cli_train.train, cli_doctor.doctor):
+for _verb in (
+    *(cli_compare.compare, cli_report.report, cli_serve.serve, *cli_study.VERBS),
+    *(cli_reproduce.reproduce, cli_train.train, cli_doctor.doctor),
+):
     app.command()(_verb)
 
 

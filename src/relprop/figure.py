@@ -49,7 +49,10 @@ __all__ = [
 
 RGB: TypeAlias = npt.NDArray[np.uint8]
 
-FILES = ("figure.png", "panel.png", "heatmap.png", "overlay.png", "quantized.png", "overlay-quantized.png")
+FILES = (
+    *("figure.png", "panel.png", "photo.png"),
+    *("heatmap.png", "overlay.png", "quantized.png", "overlay-quantized.png"),
+)
 """The pictures that there may be of one explanation."""
 
 _SKIP, _PROJECTION, _RESIDUAL, _TRUNK = "#2f6db3", "#8db8e2", "#e8833a", "#c9c9c9"
@@ -165,7 +168,7 @@ def pictures(
     map = explanation.heatmap[0]
     top = limit(map)
     captions = ["photo", _caption(label), "the same, quantised"]
-    result = [flow(explanation, plan, photo, label), panel(photo, map, quantized, captions)]
+    result = [flow(explanation, plan, photo, label), panel(photo, map, quantized, captions), np.asarray(photo)]
     for each in (map, quantized):
         if each is not None:
             result += [colorize(each, limit=top), glow(each, photo, top)]

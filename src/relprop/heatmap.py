@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from matplotlib.colors import Colormap
     from PIL.Image import Image
 
-__all__ = ["Edges", "Picture", "colorize", "heat_quantization", "overlay", "save_png"]
+__all__ = ["Edges", "Picture", "colorize", "diverging", "heat_quantization", "overlay", "save_png"]
 
 Edges: TypeAlias = Literal["paper", "released"]
 """Where Heat Quantization puts its edges."""
@@ -127,6 +127,11 @@ def overlay(
     return _blend(_paint(_plane(map), cmap, limit)[0], map, image, opacity, grey)
 
 
+def diverging(cmap: str) -> bool:
+    """Whether a matplotlib colour map has a middle, which stands for zero."""
+    return cmap.removesuffix("_r") in _DIVERGING
+
+
 def save_png(
     map: Tensor | npt.NDArray[Any],
     path: str | os.PathLike[str],
@@ -227,7 +232,7 @@ def _paint(
         raise RelpropError(f"limit must be a positive number, not {limit!r}.")
     top = float(limit or np.abs(values).max() or 1.0)
     # A positive map in diverging colours would call its smallest value negative.
-    lowest = -1.0 if negative or cmap.name.removesuffix("_r") in _DIVERGING else 0.0
+    lowest = -1.0 if negative or diverging(cmap.name) else 0.0
     # Clipped before dividing: a tiny limit must not push a large value to infinity.
     position = (values.clip(-top, top) / top - lowest) / (1.0 - lowest)
     return np.asarray(cmap(position, bytes=True), dtype=np.uint8)[..., :3], cmap, lowest, top

@@ -16,10 +16,13 @@ from PIL import Image, ImageOps, UnidentifiedImageError
 
 from relprop.errors import RelpropError
 
-__all__ = ["PHOTO", "SUFFIXES", "find", "names", "read", "rgb"]
+__all__ = ["PHOTO", "SAMPLES", "SUFFIXES", "find", "names", "read", "rgb"]
 
 PHOTO = Path(__file__).parent / "data" / "chelsea.jpg"
 """The bundled photo of a cat; ``data/README.md`` says whose it is."""
+
+SAMPLES = {"cat": PHOTO, "coffee": PHOTO.with_name("coffee.jpg"), "rocket": PHOTO.with_name("rocket.jpg")}
+"""All bundled photos."""
 
 SUFFIXES = frozenset(
     (
