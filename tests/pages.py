@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from matplotlib import pyplot
 from PIL import Image
 
 ROOT = Path(__file__).parent.parent
@@ -138,6 +139,7 @@ def _inside(folder: Path) -> Iterator[None]:
         yield
     finally:
         os.chdir(before)
+        pyplot.close("all")  # pages leave their figures open, as people do
 
 
 def _smaller(text: str) -> str:
