@@ -9,6 +9,7 @@ import contextlib
 import re
 import sys
 from collections.abc import Sequence
+from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -203,7 +204,7 @@ ANYWHERE = "auto"
 def spelled(arguments: Sequence[str]) -> list[str]:
     """The words of a command, with an address behind a --ray that has none."""
     words: list[str] = []
-    for word, following in zip(arguments, [*arguments[1:], ""], strict=True):
+    for word, following in zip_longest(arguments, arguments[1:], fillvalue=""):
         bare = word == "--ray" and not re.fullmatch(r"auto|local|(ray://)?[^/:]+:\d+", following)
         words += [word, ANYWHERE] if bare else [word]
     return words
