@@ -200,7 +200,7 @@ def test_a_plan_is_printed_before_anything_runs(
     assert "pieces    5: 1 group of methods on every batch; 0 done" in out
     assert "forwards  680; an image costs paper 9, grad-cam 7" in out
     assert re.search(r"speed     [\d.e+]+ forwards/s, measured with grad-cam on 4 images", out)
-    assert re.search(r"time      .* of one worker, .* of 2", out)
+    assert re.search(r"time      .* of one worker, .* of (2|4)$", out, re.MULTILINE)  # two a node; one node may be gone
     assert not list(tmp_path.iterdir())
 
 

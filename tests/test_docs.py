@@ -17,7 +17,7 @@ import typer
 from nbclient import NotebookClient
 
 import relprop
-from relprop import methods, plans
+from relprop import cli_study, methods, plans
 from relprop.cli import app
 from relprop.study.measures import METRICS
 
@@ -70,7 +70,7 @@ def test_every_command_of_a_page_is_there(page: Path) -> None:
             if arguments[0].startswith("-"):
                 assert arguments[0] in {"--help", *(word for option in COMMAND.params for word in option.opts)}
             else:  # raises if an option or a value is not there
-                COMMAND.commands[arguments[0]].make_context(arguments[0], arguments[1:])
+                COMMAND.commands[arguments[0]].make_context(arguments[0], cli_study.spelled(arguments[1:]))
         elif program == "make":
             assert re.search(rf"^{arguments[0]}:", makefile, re.MULTILINE), arguments
         else:
