@@ -74,6 +74,45 @@ def test_wherever_images_lie_their_rows_are_the_same(
     assert len(asked) == 1  # fetched once, for its key and its pixels
 
 
+def test_names_that_are_not_unique_mix_no_images(model: zoo.Model, photos: Path, tmp_path: Path) -> None:
+    expected = {
+        row.image: row.values["sparseness"] for row in evaluate(model, photos, **ASKED).rows if row.method == "paper"
+    }
+    (tmp_path / "twice.txt").write_text("".join(f"{photos}/{i:02d}.png\t{i}\n" for i in (0, 0, 1, 2)))
+    study = evaluate(model, tmp_path / "twice.txt", **ASKED)
+    assert not study.failures
+    found = {Path(row.image).name: row.values["sparseness"] for row in study.rows if row.method == "paper"}
+    assert found == pytest.approx({f"{i:02d}.png": expected[f"{i:02d}.png"] for i in range(3)}, rel=1e-6)
+    (tmp_path / "two.txt").write_text(f"{photos}/00.png\t0\n{photos}/00.png\t1\n")
+    study = evaluate(model, tmp_path / "two.txt", **ASKED)
+    assert [*study.failures.values()] == ["Another image of its batch has the same name, and is measured."]
+    assert {row.label for row in study.rows} == {0}
+
+
+def test_shards_are_told_apart_by_their_folders(photos: Path, tmp_path: Path) -> None:
+    for number, file in enumerate(sorted(photos.glob("*.png"))[:2]):
+        (tmp_path / f"{number}").mkdir()
+        (tmp_path / "x.png").write_bytes(file.read_bytes())
+        shard(tmp_path / f"{number}" / "val.tar", [tmp_path / "x.png"], classes=False)
+    found = streams.read(str(tmp_path / "{0..1}" / "val.tar"))
+    assert found is not None
+    assert [sample.name for sample in found] == ["0/val/./x.png", "1/val/./x.png"]
+
+
+def test_of_the_members_of_one_name_the_plain_one_is_the_image(tmp_path: Path) -> None:
+    def packed(*names: str) -> list[str]:
+        with tarfile.open(tmp_path / "a.tar", "w") as tar:
+            for name in names:
+                tar.addfile(tarfile.TarInfo(name))
+        found = streams.read(str(tmp_path / "a.tar"))
+        assert found is not None
+        return [sample.name for sample in found]
+
+    assert packed("0.seg.png", "0.jpg", "0.mask.png", "1.v2.jpg") == ["a/0.jpg", "a/1.v2.jpg"]
+    with pytest.raises(RelpropError, match="has photo[.]1[.]jpg and photo[.]2[.]jpg, of which one has to be the image"):
+        packed("photo.1.jpg", "photo.2.jpg")
+
+
 def test_a_million_entries_begin_at_once(model: zoo.Model, photos: Path, tmp_path: Path) -> None:
     listing = tmp_path / "million.txt"
     with listing.open("w") as file:
@@ -102,10 +141,14 @@ def test_what_cannot_be_read_gets_a_sentence(model: zoo.Model, tmp_path: Path, s
     assert server.asked.count("/nothing.png") == 2  # two tries
     (tmp_path / "b.csv").write_text("what,label\nx.png,1\n")
     (tmp_path / "c.txt").write_text("x.png\ttabby\n")
+    (tmp_path / "latin.txt").write_bytes("Käse.png\n".encode("latin-1"))
+    (tmp_path / "short.csv").write_text("label,file\n1\n")
     (tmp_path / "d.tar").write_bytes(b"no tar file" * 100)
     for name, words in (
         ("b.csv", "lists no images"),
         ("c.txt", "The class 'tabby' in line 1 of .* is no number"),
+        ("latin.txt", "latin.txt cannot be read: 'utf-8' codec"),
+        ("short.csv", "There is no image in line 2 of .*short.csv"),
         ("d.tar", "The shard .* cannot be read"),
         ("e.tar", "e.tar cannot be read: No such file"),
         ("f.txt", "f.txt is not there; relprop reads"),

@@ -9,7 +9,7 @@ from typing import Any
 
 from relprop.errors import RelpropError
 
-__all__ = ["Place", "filesystem"]
+__all__ = ["Place", "filesystem", "why"]
 
 
 @dataclass(frozen=True)
@@ -47,8 +47,7 @@ class Place:
         except RelpropError:
             raise
         except Exception as error:  # each scheme has errors of its own
-            reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
-            raise RelpropError(f"{self} cannot be read: {reason}.") from error
+            raise RelpropError(f"{self} cannot be read: {why(error)}.") from error
         if self.size is not None and len(found) != self.size:
             raise RelpropError(f"{self} cannot be read: there are {len(found)} bytes of {self.size}.")
         return bytes(found)
@@ -66,3 +65,9 @@ def filesystem(url: str) -> tuple[Any, str]:
     except (ImportError, ValueError) as error:
         raise RelpropError(f"{url} cannot be reached: {str(error).rstrip('.')}.") from error
     return files, path
+
+
+def why(error: Exception) -> str:
+    """What an error of any scheme has to say, for the end of a sentence."""
+    said = getattr(error, "strerror", None) or next(iter(str(error).splitlines()), "")
+    return str(said).rstrip(". ") or type(error).__name__

@@ -14,12 +14,13 @@ import os
 import re
 import tarfile
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 from relprop import images
-from relprop.datasets.place import Place, filesystem
+from relprop.datasets.place import Place, filesystem, why
 from relprop.datasets.sample import Dataset, Sample
 from relprop.datasets.tables import FILE, INDEX
 from relprop.errors import RelpropError
@@ -62,15 +63,18 @@ def read(path: str) -> Stream | None:
     Raises:
         RelpropError: If it cannot be read.
     """
+    path = path if "://" in path else os.fspath(Path(path).expanduser())
     suffix = PurePosixPath(path).suffix.lower()
     name = PurePosixPath(path).stem
     if suffix == ".tar":
         shards = _expanded(path)
         layout = f"{len(shards)} WebDataset shard{'s' if len(shards) > 1 else ''}"
-        return Stream(name, Path(path), layout, lambda: (sample for shard in shards for sample in _shard(shard)))
+        # Shards are called by what tells them apart, which may begin at a folder.
+        same = path.partition("{")[0].rfind("/") + 1
+        return Stream(name, Path(path), layout, lambda: (each for shard in shards for each in _shard(shard, same)))
     if suffix in _LISTINGS and ("://" in path or Path(path).is_file()):
         lines = _csv if suffix == ".csv" else _text
-        with _opened(path) as file:
+        with _reading(path), _opened(path) as file:
             count = sum(1 for line in file if line.strip()) - (suffix == ".csv")
         base = path.rpartition("/")[0] if "://" in path else os.fspath(Path(path).parent)
         return Stream(name, Path(path), "a listing", lambda: lines(path, base), count)
@@ -78,20 +82,28 @@ def read(path: str) -> Stream | None:
 
 
 def _opened(path: str) -> Any:
+    if "://" not in path:
+        return Path(path).open("rb")
+    files, there = filesystem(path)
+    return files.open(there, "rb")
+
+
+@contextmanager
+def _reading(what: str) -> Iterator[None]:
+    """Gives what goes wrong meanwhile a sentence."""
     try:
-        if "://" not in path:
-            return Path(path).open("rb")
-        files, there = filesystem(path)
-        return files.open(there, "rb")
-    except OSError as error:
-        raise RelpropError(f"{path} cannot be read: {error.strerror or error}.") from error
+        yield
+    except RelpropError:
+        raise
+    except Exception as error:  # each scheme has errors of its own
+        raise RelpropError(f"{what} cannot be read: {why(error)}.") from error
 
 
 # -- Listings --
 
 
 def _text(path: str, base: str) -> Iterator[Sample]:
-    with io.TextIOWrapper(_opened(path), encoding="utf-8") as file:
+    with _reading(path), io.TextIOWrapper(_opened(path), encoding="utf-8-sig") as file:
         for number, line in enumerate(file, 1):
             entry, _, label = line.rstrip("\r\n").partition("\t")
             if entry.strip():
@@ -99,19 +111,21 @@ def _text(path: str, base: str) -> Iterator[Sample]:
 
 
 def _csv(path: str, base: str) -> Iterator[Sample]:
-    with io.TextIOWrapper(_opened(path), encoding="utf-8", newline="") as file:
-        rows = csv.DictReader(file)
+    with _reading(path), io.TextIOWrapper(_opened(path), encoding="utf-8-sig", newline="") as file:
+        rows = csv.DictReader(file, restval="")
         there = rows.fieldnames or []
         column, label = (next((name for name in names if name in there), None) for names in (FILE, INDEX))
         if column is None:
             raise RelpropError(f"{path} lists no images; one of its columns has to be {', '.join(FILE)}.")
         for number, row in enumerate(rows, 2):
-            yield _entry(row[column], (row[label] or "") if label else "", base, f"line {number} of {path}")
+            yield _entry(row[column], row[label] if label else "", base, f"line {number} of {path}")
 
 
 def _entry(entry: str, label: str, base: str, where: str) -> Sample:
     label = label.strip()
-    if label and not label.lstrip("-").isdigit():
+    if not entry:
+        raise RelpropError(f"There is no image in {where}.")
+    if label and not label.removeprefix("-").isdecimal():
         raise RelpropError(f"The class {label!r} in {where} is no number.")
     known = int(label) if label else None
     if "://" in entry:
@@ -134,31 +148,26 @@ def _expanded(path: str) -> list[str]:
     return [each for n in numbers for each in _expanded(_BRACES.sub(str(n).zfill(len(first)), path, count=1))]
 
 
-def _shard(path: str) -> Iterator[Sample]:
-    """The images of a shard: only what stands between them is read."""
-    name = PurePosixPath(path).stem
-    image: tuple[str, Place] | None = None
+def _shard(path: str, same: int) -> Iterator[Sample]:
+    """The images of a shard, called by its path without its beginning: only what stands between them is read."""
+    shard = path[same:].rpartition(".")[0]
+    found: dict[str, Place] = {}
     stem, label = "", None
-    try:
-        with _opened(path) as file, tarfile.open(fileobj=file, mode="r:") as tar:
-            for member in tar:
-                vars(tar)["members"] = []  # a shard may have any number, and tarfile would keep them all
-                if not member.isfile():
-                    continue
-                here, ending = _parted(member.name)
-                if here != stem:
-                    if image is not None:
-                        yield _member(name, *image, label)
-                    stem, image, label = here, None, None
-                if f".{ending.rpartition('.')[2]}" in images.SUFFIXES:
-                    image = member.name, Place(path, member.offset_data, member.size)
-                elif ending == "cls":
-                    text = tar.extractfile(member)
-                    label = int(text.read()) if text is not None else None
-            if image is not None:
-                yield _member(name, *image, label)
-    except (OSError, ValueError, tarfile.TarError) as error:
-        raise RelpropError(f"The shard {path} cannot be read: {error}.") from error
+    with _reading(f"The shard {path}"), _opened(path) as file, tarfile.open(fileobj=file, mode="r:") as tar:
+        for member in tar:
+            vars(tar)["members"] = []  # a shard may have any number, and tarfile would keep them all
+            if not member.isfile():
+                continue
+            here, ending = _parted(member.name)
+            if here != stem:
+                yield from _members(shard, found, label)
+                stem, found, label = here, {}, None
+            if f".{ending.rpartition('.')[2]}" in images.SUFFIXES:
+                found[member.name] = Place(path, member.offset_data, member.size)
+            elif ending == "cls":
+                text = tar.extractfile(member)
+                label = int(text.read()) if text is not None else None
+        yield from _members(shard, found, label)
 
 
 def _parted(name: str) -> tuple[str, str]:
@@ -168,5 +177,12 @@ def _parted(name: str) -> tuple[str, str]:
     return folder + slash + stem, ending.lower()
 
 
-def _member(shard: str, name: str, place: Place, label: int | None) -> Sample:
-    return Sample(Path(name), label, f"{shard}/{name}", place=place)
+def _members(shard: str, found: dict[str, Place], label: int | None) -> Iterator[Sample]:
+    """The image among those of one name: ``000123.jpg``, whatever ``000123.seg.png`` may be."""
+    plain = [name for name in found if "." not in _parted(name)[1]] or [*found]
+    if len(plain) > 1:
+        raise RelpropError(
+            f"The shard {shard}.tar has {plain[0]} and {plain[1]}, of which one has to be the image: names of images "
+            "differ before their first dot."
+        )
+    yield from (Sample(Path(name), label, f"{shard}/{name}", place=found[name]) for name in plain)

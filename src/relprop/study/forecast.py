@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from relprop.datasets import Sample
 from relprop.errors import RelpropError
 from relprop.study import pieces
+from relprop.study.loading import load
 from relprop.study.output import Output
 from relprop.study.progress import spoken
 from relprop.study.request import Request
@@ -127,18 +128,18 @@ def speed(run: Runner, samples: Sequence[Sample]) -> Speed:
     costs = {method: pieces.forwards(method, run.wanted) for method in run.named}
     method = min(costs, key=lambda each: (costs[each] == 0, costs[each]))
     group = next(i for i, methods in enumerate(run.groups) if method in methods)
-    rows, seconds = 0, 0.0
+    rows, images, seconds = 0, 0, 0.0
     for some in (samples[:1], samples):
         begin = time.perf_counter()
-        loaded = run.load(some)
+        loaded = load(run.model, some)
         keys = {
             name: {pair: k for pair, k in every.items() if pair[0] is method}
             for name, every in run.of(loaded, group).items()
         }
         rows = sum(len(found) for _, found in run.measure(loaded, keys, ()))
-        seconds = time.perf_counter() - begin
+        images, seconds = len(loaded.samples), time.perf_counter() - begin
     failures, _ = run.told()
     if not rows:
         why = failures[0][1] if failures else "nothing that was asked for can be had of them"
         raise RelpropError(f"The speed cannot be measured on the first images: {why}")
-    return Speed(len(samples) * (costs[method] + 1) / seconds, f"{method.name} on {len(samples)} images")
+    return Speed(images * (costs[method] + 1) / seconds, f"{method.name} on {images} images")

@@ -8,10 +8,11 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
+from relprop.study.loading import Loaded, load
 from relprop.study.log import Log
 from relprop.study.outcome import Outcome
 from relprop.study.pieces import Batch, Piece
-from relprop.study.runner import Loaded, Runner
+from relprop.study.runner import Runner
 
 __all__ = ["Local"]
 
@@ -58,7 +59,7 @@ class Local:
         try:
             while True:
                 while len(pending) <= _AHEAD and (pieces := next(todo, [])):
-                    pending.append((pieces, pool.submit(run.load, pieces[0].samples)))
+                    pending.append((pieces, pool.submit(load, run.model, pieces[0].samples)))
                 if not pending:
                     return
                 pieces, future = pending.popleft()

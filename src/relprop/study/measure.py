@@ -120,8 +120,3 @@ class Measure:
     unfit: Callable[[Method], str | None] = field(default=_any, repr=False)
     forwards: float = 0.0
     explanations: float = 0.0
-
-    @property
-    def label(self) -> str:
-        """What a table calls it: the protocol, or the metric where there is only one."""
-        return self.protocol or self.metric

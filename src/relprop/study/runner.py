@@ -9,8 +9,7 @@ import hashlib
 import math
 import time
 from collections.abc import Container, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -23,38 +22,20 @@ from relprop.methods import Method
 from relprop.metrics.scorer import Scorer, fastest
 from relprop.study import pieces
 from relprop.study.journal import Row, key
+from relprop.study.loading import Loaded, load
 from relprop.study.measure import Measure, Measured, Seen
 from relprop.study.outcome import Outcome
 from relprop.study.pieces import Batch, Piece
 from relprop.study.troubles import Entry, Troubles, sentence
 from relprop.weights import fingerprint
 
-__all__ = ["Loaded", "Runner"]
+__all__ = ["Runner"]
 
 Keys: TypeAlias = dict[tuple[Method, Measure], str]
 """The keys of an image's rows."""
 
 Found: TypeAlias = tuple[Measure, str, int, Measured]
 """What a measure says of an image: the measure, the image's name, the explained class and the numbers."""
-
-TRIES = 2
-"""How often an image is read before it is given up: a network may stumble once."""
-
-_THREADS = 2
-
-
-class Loaded(NamedTuple):
-    """Images, ready for a model.
-
-    Attributes:
-        x: The inputs of those that could be read.
-        samples: These.
-        failures: What is wrong with the others.
-    """
-
-    x: Tensor
-    samples: tuple[Sample, ...]
-    failures: list[Entry]
 
 
 class Runner:
@@ -158,34 +139,10 @@ class Runner:
 
     # -- Doing it --
 
-    def load(self, samples: Sequence[Sample]) -> Loaded:
-        """Reads images; those that cannot be read, in two tries, are named and left out."""
-        with ThreadPoolExecutor(_THREADS, thread_name_prefix="relprop-decode") as pool:
-            read = list(pool.map(self._read, samples))
-        good = [(sample, x) for sample, x in zip(samples, read, strict=True) if isinstance(x, Tensor)]
-        failures: list[Entry] = [
-            ("", x, sample.name) for sample, x in zip(samples, read, strict=True) if isinstance(x, str)
-        ]
-        side = self.model.preparation.crop
-        stacked = torch.stack([x for _, x in good]) if good else torch.zeros(0, 3, side, side)
-        return Loaded(stacked, tuple(sample for sample, _ in good), failures)
-
-    def _read(self, sample: Sample) -> Tensor | str:
-        why = ""
-        for _ in range(TRIES):
-            try:
-                x: Tensor = self.model.prepare(sample.picture())
-                _ = sample.key
-            except Exception as error:  # noqa: PERF203 - a file may be broken in ways that nobody has thought of
-                why = sentence(error)
-            else:
-                return x
-        return why
-
     def work(self, piece: Piece, known: Container[str] = ()) -> Outcome:
         """All of a piece at once, for whoever is elsewhere."""
         begin = time.monotonic()
-        loaded = self.load(piece.samples)
+        loaded = load(self.model, piece.samples)
         keys = self.of(loaded, piece.group)
         rows = [row for _, some in self.measure(loaded, keys, known) for row in some]
         every = [k for some in keys.values() for k in some.values()]
