@@ -1,6 +1,7 @@
 """Streams: images by path, by URL and in WebDataset shards, as many as there may be."""
 
 import io
+import shutil
 import tarfile
 import tracemalloc
 from collections.abc import Iterable
@@ -14,12 +15,13 @@ from server import Server
 
 from relprop import RelpropError, datasets, zoo
 from relprop.datasets import Place, streams
-from relprop.study import evaluate, read
+from relprop.study import Progress, evaluate, read
 from relprop.study.local import Local
 from relprop.study.log import Log
 from relprop.study.pieces import Batch
 from relprop.study.runner import Runner
 
+pq = pytest.importorskip("pyarrow.parquet", reason="the extra 'study' brings pyarrow")
 ASKED: dict[str, Any] = {"methods": ["random", "paper"], "metrics": ["sparseness"], "batch_size": 3}
 
 
@@ -109,7 +111,7 @@ def test_of_the_members_of_one_name_the_plain_one_is_the_image(tmp_path: Path) -
         return [sample.name for sample in found]
 
     assert packed("0.seg.png", "0.jpg", "0.mask.png", "1.v2.jpg") == ["a/0.jpg", "a/1.v2.jpg"]
-    with pytest.raises(RelpropError, match="has photo[.]1[.]jpg and photo[.]2[.]jpg, of which one has to be the image"):
+    with pytest.raises(RelpropError, match="of which one has to be the image"):
         packed("photo.1.jpg", "photo.2.jpg")
 
 
@@ -173,10 +175,35 @@ def test_rows_go_to_any_url(model: zoo.Model, photos: Path, tmp_path: Path, monk
     assert len(names) > 1
     assert b'"finished"' in files.cat_file(f"{folder}/manifest.json")
     # A part that was not written before the end is written by the next run, under its name.
-    lost = sorted(names)[0]
+    lost = max(names)
     content = files.cat_file(f"{folder}/rows/{lost}")
     files.rm(f"{folder}/rows/{lost}")
     assert evaluate(model, photos, out=url, **ASKED).rows == study.rows
     assert files.cat_file(f"{folder}/rows/{lost}") == content
     with pytest.raises(RelpropError, match="memory://nothing holds no study"):
         read("memory://nothing")
+
+
+def test_rows_that_are_computed_again_are_in_one_part(
+    model: zoo.Model, photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An image that could not be read can be: the others of its batch are its company once more, and nothing else."""
+    monkeypatch.setenv("RELPROP_CACHE", str(tmp_path / "cache"))
+    some = Path(shutil.copytree(photos, tmp_path / "some"))
+    content = (some / "07.png").read_bytes()
+    (some / "07.png").write_bytes(b"no image")
+    url = f"file://{tmp_path}/study"
+    assert len(evaluate(model, some, out=url, **ASKED).rows) == 14
+    (some / "07.png").write_bytes(content)
+    told: list[Progress] = []
+    study = evaluate(model, some, out=url, progress=told.append, **ASKED)
+    assert len(study.rows) == 16
+    assert {mean.n for mean in told[-1].means.values()} == {8}
+    every = pq.read_table(tmp_path / "study" / "rows")
+    assert sorted(every["key"].to_pylist()) == sorted(row.key for row in study.rows)
+    # Whichever part comes first, its columns are not all that the folder has.
+    for metric in ("class-sensitivity", "conservation-error"):
+        evaluate(model, some, ["paper"], [metric], out=url)
+        every = pq.read_table(tmp_path / "study" / "rows")
+        assert every.num_rows - every[metric].null_count == 8
+    assert [row.curves for row in read(url, curves=False)] == [{}] * every.num_rows

@@ -375,6 +375,12 @@ def test_where_the_journal_is_gone_its_product_is_continued(
     assert read(tmp_path) == list(first.rows)
     monkeypatch.setattr("relprop.study.runner.Runner._explain", None)  # nobody is to explain anything again
     assert evaluate(model, photos, ["random"], **ask).rows == first.rows
+    # A run that was killed before it had taken the product in leaves a journal without rows.
+    (tmp_path / "journal.sqlite").unlink()
+    with Journal(tmp_path / "journal.sqlite"):
+        pass
+    assert evaluate(model, photos, ["random"], **ask).rows == first.rows
+    assert [row.values for row in read(tmp_path, curves=False)] == [row.values for row in first.rows]
 
 
 def test_two_halves_merge(tmp_path: Path) -> None:

@@ -175,7 +175,7 @@ def table(
 
     chosen = {"columns": columns, "methods": methods, "metrics": metrics}
     asked: dict[str, Any] = {name: _names(text) for name, text in chosen.items() if text}
-    typer.echo(tabulate(read(run), reference, protocol=protocol, **asked).to(form))
+    typer.echo(tabulate(read(run, curves=False), reference, protocol=protocol, **asked).to(form))
 
 
 def methods() -> None:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from relprop.errors import RelpropError
 
-__all__ = ["Place", "filesystem", "why"]
+__all__ = ["Place", "filesystem", "reaching"]
 
 
 @dataclass(frozen=True)
@@ -35,7 +37,7 @@ class Place:
         Raises:
             RelpropError: If they cannot be had.
         """
-        try:
+        with reaching(f"{self} cannot be read"):
             if "://" not in self.url:
                 with Path(self.url).open("rb") as file:
                     file.seek(self.start or 0)
@@ -44,10 +46,6 @@ class Place:
                 files, path = filesystem(self.url)
                 end = None if self.start is None or self.size is None else self.start + self.size
                 found = files.cat_file(path, self.start, end)
-        except RelpropError:
-            raise
-        except Exception as error:  # each scheme has errors of its own
-            raise RelpropError(f"{self} cannot be read: {why(error)}.") from error
         if self.size is not None and len(found) != self.size:
             raise RelpropError(f"{self} cannot be read: there are {len(found)} bytes of {self.size}.")
         return bytes(found)
@@ -67,7 +65,18 @@ def filesystem(url: str) -> tuple[Any, str]:
     return files, path
 
 
-def why(error: Exception) -> str:
-    """What an error of any scheme has to say, for the end of a sentence."""
-    said = getattr(error, "strerror", None) or next(iter(str(error).splitlines()), "")
-    return str(said).rstrip(". ") or type(error).__name__
+@contextmanager
+def reaching(what: str, remedy: str = "") -> Iterator[None]:
+    """Gives whatever goes wrong meanwhile a sentence: each scheme has errors of its own.
+
+    Args:
+        what: What cannot be done then, such as "x.png cannot be read".
+        remedy: What to do about it, behind the reason.
+    """
+    try:
+        yield
+    except RelpropError:
+        raise
+    except Exception as error:
+        said = str(getattr(error, "strerror", None) or next(iter(str(error).splitlines()), "")).rstrip(". ")
+        raise RelpropError(f"{what}: {said or type(error).__name__}{remedy}.") from error

@@ -14,13 +14,12 @@ import os
 import re
 import tarfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 from relprop import images
-from relprop.datasets.place import Place, filesystem, why
+from relprop.datasets.place import Place, filesystem, reaching
 from relprop.datasets.sample import Dataset, Sample
 from relprop.datasets.tables import FILE, INDEX
 from relprop.errors import RelpropError
@@ -74,7 +73,7 @@ def read(path: str) -> Stream | None:
         return Stream(name, Path(path), layout, lambda: (each for shard in shards for each in _shard(shard, same)))
     if suffix in _LISTINGS and ("://" in path or Path(path).is_file()):
         lines = _csv if suffix == ".csv" else _text
-        with _reading(path), _opened(path) as file:
+        with reaching(f"{path} cannot be read"), _opened(path) as file:
             count = sum(1 for line in file if line.strip()) - (suffix == ".csv")
         base = path.rpartition("/")[0] if "://" in path else os.fspath(Path(path).parent)
         return Stream(name, Path(path), "a listing", lambda: lines(path, base), count)
@@ -88,22 +87,11 @@ def _opened(path: str) -> Any:
     return files.open(there, "rb")
 
 
-@contextmanager
-def _reading(what: str) -> Iterator[None]:
-    """Gives what goes wrong meanwhile a sentence."""
-    try:
-        yield
-    except RelpropError:
-        raise
-    except Exception as error:  # each scheme has errors of its own
-        raise RelpropError(f"{what} cannot be read: {why(error)}.") from error
-
-
 # -- Listings --
 
 
 def _text(path: str, base: str) -> Iterator[Sample]:
-    with _reading(path), io.TextIOWrapper(_opened(path), encoding="utf-8-sig") as file:
+    with reaching(f"{path} cannot be read"), io.TextIOWrapper(_opened(path), encoding="utf-8-sig") as file:
         for number, line in enumerate(file, 1):
             entry, _, label = line.rstrip("\r\n").partition("\t")
             if entry.strip():
@@ -111,7 +99,7 @@ def _text(path: str, base: str) -> Iterator[Sample]:
 
 
 def _csv(path: str, base: str) -> Iterator[Sample]:
-    with _reading(path), io.TextIOWrapper(_opened(path), encoding="utf-8-sig", newline="") as file:
+    with reaching(f"{path} cannot be read"), io.TextIOWrapper(_opened(path), encoding="utf-8-sig", newline="") as file:
         rows = csv.DictReader(file, restval="")
         there = rows.fieldnames or []
         column, label = (next((name for name in names if name in there), None) for names in (FILE, INDEX))
@@ -153,7 +141,11 @@ def _shard(path: str, same: int) -> Iterator[Sample]:
     shard = path[same:].rpartition(".")[0]
     found: dict[str, Place] = {}
     stem, label = "", None
-    with _reading(f"The shard {path}"), _opened(path) as file, tarfile.open(fileobj=file, mode="r:") as tar:
+    with (
+        reaching(f"The shard {path} cannot be read"),
+        _opened(path) as file,
+        tarfile.open(fileobj=file, mode="r:") as tar,
+    ):
         for member in tar:
             vars(tar)["members"] = []  # a shard may have any number, and tarfile would keep them all
             if not member.isfile():

@@ -16,6 +16,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
+from sys import intern
 from typing import Any
 
 from relprop.errors import RelpropError
@@ -34,10 +35,11 @@ MANY = 200_000
 _GROUP = 10_000
 _NAMES = ("key", "image", "label", "target", "method", "metric", "protocol")
 _FACTS, _NONE = ", ".join(_NAMES), "'{}'"
+_CURVE = " curve"
 _ORDER = "metric, protocol, method, image, key"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Row:
     """One measurement.
 
@@ -147,8 +149,8 @@ class Journal:
         return map(_row, self.file.execute(f"SELECT * FROM rows ORDER BY {_ORDER}"))
 
     def brief(self) -> Iterator[Row]:
-        """All rows without their curves, in any order: a fraction of what they hold."""
-        return map(_row, self.file.execute(f"SELECT {_FACTS}, numbers, {_NONE} FROM rows"))
+        """All rows without their curves: a fraction of what they hold."""
+        return map(_row, self.file.execute(f"SELECT {_FACTS}, numbers, {_NONE} FROM rows ORDER BY {_ORDER}"))
 
     # -- Pieces --
 
@@ -213,7 +215,7 @@ class Journal:
         kinds: dict[str, Any] = dict.fromkeys(_NAMES, pa.string()) | dict.fromkeys(("label", "target"), pa.int64())
         for row in self if rows is None else rows:
             kinds |= dict.fromkeys(row.values, pa.float64())
-            kinds |= {f"{name} curve": pa.list_(pa.float64()) for name in row.curves}
+            kinds |= {name + _CURVE: pa.list_(pa.float64()) for name in row.curves}
         return pa.schema(list(kinds.items()))
 
 
@@ -223,7 +225,7 @@ def columns(rows: Sequence[Row], schema: Any) -> Any:
     flat = [
         {name: getattr(r, name) for name in _NAMES}
         | dict(r.values)
-        | {f"{name} curve": values for name, values in r.curves.items()}
+        | {name + _CURVE: values for name, values in r.curves.items()}
         for r in rows
     ]
     return pa.Table.from_pylist(flat, schema)
@@ -234,18 +236,26 @@ def rows_of(table: Any) -> list[Row]:
     rows = []
     for each in table.to_pylist():
         facts = {name: each.pop(name) for name in _NAMES}
-        curves = {k.removesuffix(" curve"): v for k, v in each.items() if k.endswith(" curve") and v is not None}
-        numbers = {k: v for k, v in each.items() if not k.endswith(" curve") and v is not None}
+        curves = {k.removesuffix(_CURVE): v for k, v in each.items() if k.endswith(_CURVE) and v is not None}
+        numbers = {k: v for k, v in each.items() if not k.endswith(_CURVE) and v is not None}
         rows.append(Row(**facts, values=numbers, curves=curves))
     return rows
 
 
+def chosen(schema: Any, *, curves: bool) -> list[str]:
+    """The columns to read, all or those without curves."""
+    return [name for name in schema.names if curves or not name.endswith(_CURVE)]
+
+
 def _row(found: Sequence[Any]) -> Row:
     name, image, label, target, method, metric, protocol, numbers, curves = found
-    return Row(name, image, label, target, method, metric, protocol, json.loads(numbers), json.loads(curves))
+    values = {intern(what): value for what, value in json.loads(numbers).items()}
+    # The same few words in a million rows are held once.
+    words = (intern(method), intern(metric), intern(protocol))
+    return Row(name, intern(image), label, target, *words, values, json.loads(curves))
 
 
-def read(folder: Path) -> list[Row]:
+def read(folder: Path, *, curves: bool = True) -> list[Row]:
     """The rows of a study: from its journal, or where that is gone, from its product, ``rows.parquet``.
 
     Raises:
@@ -254,12 +264,23 @@ def read(folder: Path) -> list[Row]:
     path = folder / "journal.sqlite"
     if path.exists():
         with Journal(path) as journal:
-            return list(journal)
-    product = folder / PRODUCT
-    if not product.exists():
+            return list(journal if curves else journal.brief())
+    if not (folder / PRODUCT).exists():
         raise RelpropError(f"{folder} holds no study; relprop evaluate ... --out {folder} makes one.")
+    return product(folder, curves=curves)
+
+
+def product(folder: Path, *, curves: bool = True) -> list[Row]:
+    """The rows of a study's product.
+
+    Raises:
+        RelpropError: If it cannot be read.
+    """
+    path = folder / PRODUCT
     try:
-        found = importlib.import_module("pyarrow.parquet").read_table(product)
+        pq = importlib.import_module("pyarrow.parquet")
+        return rows_of(pq.read_table(path, columns=chosen(pq.read_schema(path), curves=curves)))
     except ImportError:
-        raise RelpropError(f"{product} needs pyarrow; install it with pip install 'relprop[study]'.") from None
-    return rows_of(found)
+        raise RelpropError(f"{path} needs pyarrow; install it with pip install 'relprop[study]'.") from None
+    except (OSError, ValueError) as error:
+        raise RelpropError(f"{path} cannot be read: {error}.") from error

@@ -71,7 +71,8 @@ class Log:
             self._journal.add(rows)
             if self._parts is not None:
                 self._parts.take(rows)
-        self._tally.add(rows)
+        # What was there is recalled with its piece, also where it was computed again for the company.
+        self._tally.add(row for row in rows if row.key not in self.known)
 
     def add(self, piece: Piece, outcome: Outcome) -> None:
         """Takes in what came of a piece; one without failures is done."""

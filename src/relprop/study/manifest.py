@@ -19,7 +19,7 @@ __all__ = ["FILE", "begin", "command", "now", "read", "surroundings", "write"]
 FILE = "manifest.json"
 PACKAGES = ("relprop", "torch", "torchvision", "captum", "zennit", "grad-cam", "numpy", "pillow")
 
-_PASSING = {"started", "finished", "stopped", "rows", "failures", "notes", "runs", "history"}
+_PASSING = {"started", "finished", "stopped", "rows", "failures", "notes", "engine", "runs", "history"}
 """What may differ between two runs of the same request."""
 
 

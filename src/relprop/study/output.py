@@ -40,21 +40,23 @@ class Output:
         """The journal; where it is gone and its product is there, as in a folder of results, that is continued."""
         if self.folder is None:
             return Journal(Path(":memory:"))
-        path = self.folder / "journal.sqlite"
-        product = self.folder / journals.PRODUCT
-        kept = journals.read(self.folder) if product.exists() and not path.exists() else []
-        made = Journal(path)
-        if kept:
-            made.add(kept)
+        made = Journal(self.folder / "journal.sqlite")
+        # One without rows may be of a run that was killed before it had taken in the product.
+        if (self.folder / journals.PRODUCT).exists() and next(made.keys(), None) is None:
+            made.add(journals.product(self.folder))
         return made
 
 
-def read(out: str | os.PathLike[str]) -> list[Row]:
+def read(out: str | os.PathLike[str], *, curves: bool = True) -> list[Row]:
     """The rows of a study in a folder or at a URL.
+
+    Args:
+        out: The folder, or the URL.
+        curves: Whether they come with their curves, which are most of what they hold.
 
     Raises:
         RelpropError: If there are none.
     """
     if "://" in os.fspath(out):
-        return parts.fetch(os.fspath(out))
-    return journals.read(Path(out))
+        return parts.fetch(os.fspath(out), curves=curves)
+    return journals.read(Path(out), curves=curves)
