@@ -6,6 +6,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -92,9 +93,11 @@ def slow(x: Tensor) -> None:
 
 @ray_only
 def test_a_cluster_that_loses_a_node_has_the_rows_of_one_machine(
-    model: zoo.Model, photos: Path, nodes: Any, tmp_path: Path
+    model: zoo.Model, photos: Path, nodes: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     methods = [*METHODS, own("slow", slow)]
+    monkeypatch.chdir(photos.parent)  # the nodes were started elsewhere
+    photos = Path(photos.name)
     alone = evaluate(model, photos, methods, **ASKED)
     told: list[Progress] = []
     (lost,) = nodes.worker_nodes
@@ -179,6 +182,14 @@ def test_a_driver_that_is_killed_continues(model: zoo.Model, photos: Path, nodes
     assert str(tabulate(read(url))) == str(alone.table())
     files = [pq.read_table(file).num_rows for file in parts.glob("*")]
     assert sum(files) == len(study.rows)  # no row is in two parts
+
+
+@ray_only
+@pytest.mark.usefixtures("nodes")
+def test_what_cannot_be_sent_to_workers_gets_a_sentence(model: zoo.Model, photos: Path) -> None:
+    lock = threading.Lock()
+    with pytest.raises(RelpropError, match="cannot be sent to workers"):
+        evaluate(model, photos, [own("locked", lambda _: lock.release())], engine=Cluster(), **ASKED)
 
 
 @ray_only

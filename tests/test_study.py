@@ -26,6 +26,7 @@ from relprop.cli import main
 from relprop.datasets import Sample
 from relprop.methods import Method
 from relprop.study import Journal, Progress, Row, Study, estimate, evaluate, measures, merge, probes, read, tabulate
+from relprop.study.local import Local
 from relprop.study.progress import Mean, spoken
 from relprop.study.runner import Runner
 from relprop.study.watch import Watch
@@ -535,12 +536,12 @@ def test_ctrl_c_at_a_shell_gets_a_sentence(
 
 
 def test_the_manifest_remembers_what_was_run_before(model: zoo.Model, photos: Path, tmp_path: Path) -> None:
-    def run(method: str) -> Study:
-        return evaluate(model, photos, [method], ["sparseness"], limit=1, out=tmp_path)
+    def run(method: str, engine: Local | None = None) -> Study:
+        return evaluate(model, photos, [method], ["sparseness"], limit=1, out=tmp_path, engine=engine)
 
     assert "history" not in run("random").manifest
-    for _ in range(2):
-        run("centre")
+    for engine in (None, Local()):  # whoever works, it is the same request
+        run("centre", engine)
     last = run("paper").manifest
     assert last["methods"] == ["paper"]
     assert [(e["methods"], e.get("runs")) for e in last["history"]] == [(["random"], None), (["centre"], 2)]

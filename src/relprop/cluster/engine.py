@@ -13,10 +13,10 @@ from typing import Any
 import torch
 
 from relprop import __version__
-from relprop.cluster.scheduler import Hand, Scheduler, reason
+from relprop.cluster.scheduler import UNREADY, WAIT, Hand, Scheduler, reason
 from relprop.cluster.worker import Hello, Order, Worker
 from relprop.datasets import Sample
-from relprop.errors import RelpropError
+from relprop.errors import RelpropError, saying
 from relprop.study.forecast import Forecast, Speed, forecast
 from relprop.study.log import Log
 from relprop.study.output import Output
@@ -39,7 +39,7 @@ class Cluster:
 
     Attributes:
         address: ``HOST:PORT`` or ``ray://HOST:PORT``; None for that in ``RAY_ADDRESS``, else one that runs on this
-            machine, else a new one of this machine alone.
+            machine, else a new one of this machine alone. Where Ray is connected already, that connection is used.
         workers: How many; None for as many as the cluster has room for, which may change.
         cpus: CPUs of each, which may be a fraction.
         gpus: GPUs of each, likewise.
@@ -68,12 +68,10 @@ class Cluster:
         """
         with self.connected() as ray:
             # The object store hands the model on from node to node, and workers of one node share it.
-            order, known = ray.put(Order.of(run)), ray.put(log.known)
-            actor = ray.remote(num_cpus=self.cpus, num_gpus=self.gpus, max_restarts=0, max_task_retries=0)(Worker)
-            threads = max(1, int(self.cpus))
+            make, known = self._maker(ray, run), ray.put(log.known)
 
             def hire(name: str) -> Hand:
-                made = actor.remote((order,), name, threads, self.gpus > 0)
+                made = make(name)
                 return Hand(name, made, made.hello.remote())
 
             versions = (__version__, torch.__version__)
@@ -90,17 +88,31 @@ class Cluster:
             RelpropError: If there is no cluster, or it cannot be measured.
         """
         with self.connected() as ray:
-            actor = ray.remote(num_cpus=self.cpus, num_gpus=self.gpus)(Worker)
-            made = actor.remote((ray.put(Order.of(asked.run)),), "measuring", max(1, int(self.cpus)), self.gpus > 0)
+            made = self._maker(ray, asked.run)("measuring")
 
             def measured(samples: Sequence[Sample]) -> Speed:
+                task = made.speed.remote(samples)
+                while not ray.wait([task], timeout=WAIT)[0]:
+                    self.report(UNREADY)
                 try:
-                    found: Speed = ray.get(made.speed.remote(samples))
+                    found: Speed = ray.get(task)
                 except ray.exceptions.RayError as error:
                     raise RelpropError(f"No worker can measure its speed: {reason(error)}.") from error
                 return found
 
             return forecast(asked, out, self.room(), measured)
+
+    def _maker(self, ray: Any, run: Runner) -> Callable[[str], Any]:
+        """What makes a worker of a name.
+
+        Raises:
+            RelpropError: If something cannot be sent to workers.
+        """
+        with saying("The model or a method cannot be sent to workers"):
+            order = ray.put(Order.of(run))
+        actor = ray.remote(num_cpus=self.cpus, num_gpus=self.gpus, max_restarts=0, max_task_retries=0)(Worker)
+        threads = max(1, int(self.cpus))
+        return lambda name: actor.remote((order,), name, threads, self.gpus > 0)
 
     def about(self) -> dict[str, Any]:
         """What a manifest should tell of it."""

@@ -16,7 +16,7 @@ from relprop.study.log import Log
 from relprop.study.outcome import Outcome
 from relprop.study.pieces import Batch, Piece
 
-__all__ = ["Hand", "Scheduler", "reason"]
+__all__ = ["UNREADY", "WAIT", "Hand", "Scheduler", "reason"]
 
 DEPTH = 2
 """Pieces that a worker has: one that it works on, and one so that it need not wait. No more are ever on their way."""
@@ -24,7 +24,11 @@ DEPTH = 2
 STUMBLES, DEATHS = 5, 50
 """Workers that may raise an error when they start, or be dead before they have, until the study is given up."""
 
-_LOOK, _WAIT = 5.0, 60.0
+WAIT = 60.0
+UNREADY = "No worker is ready yet; the cluster may have no room for one: see its dashboard, or ray status."
+"""What is said whenever so many seconds have passed without one."""
+
+_LOOK = 5.0
 
 
 @dataclass(eq=False)
@@ -125,11 +129,9 @@ class Scheduler:
         ready = any(hand.hello is not None for hand in self._hands.values())
         if ready:
             self._idle = self._looked
-        elif self._looked - self._idle > _WAIT:
+        elif self._looked - self._idle > WAIT:
             self._idle = self._looked
-            self._report(
-                "No worker is ready yet; the cluster may have no room for one: see its dashboard, or ray status."
-            )
+            self._report(UNREADY)
 
     def _wait(self) -> None:
         """Waits for a moment, or until something has happened."""
@@ -161,11 +163,13 @@ class Scheduler:
             if self._stumbles >= STUMBLES or self._stillborn >= DEATHS:
                 raise RelpropError(f"No worker can start, the last one for this reason: {reason(error)}.") from error
             return
-        if (hello.versions, hello.weights) != (self._versions, self._weights):
+        if hello.versions != self._versions:
             raise RelpropError(
                 f"{hello.place} has relprop {hello.versions[0]} and torch {hello.versions[1]}, the driver has "
                 f"{self._versions[0]} and {self._versions[1]}; install the same ones everywhere."
             )
+        if hello.weights != self._weights:
+            raise RelpropError(f"The weights that reached {hello.place} are not the driver's; start the study again.")
         self._stumbles = self._stillborn = 0
         hand.hello = self.seen[hand.name] = hello
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import importlib
 import os
 import platform
-import time
 from collections.abc import Container, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -35,6 +35,7 @@ class Order:
         wanted: The measures.
         batch_size: Images explained at once.
         precision: Of scoring.
+        folder: Where paths begin that are relative.
     """
 
     model: Any
@@ -42,11 +43,12 @@ class Order:
     wanted: Any
     batch_size: int
     precision: str
+    folder: Path
 
     @classmethod
     def of(cls, run: Runner) -> Order:
-        """What a runner knows."""
-        return cls(run.model, run.named, run.wanted, run.batch_size, run.precision)
+        """What a runner knows, and where."""
+        return cls(run.model, run.named, run.wanted, run.batch_size, run.precision, Path.cwd())
 
 
 @dataclass(frozen=True)
@@ -89,6 +91,8 @@ class Worker:
         with suppress(ImportError):
             import_torchvision()
         asked: Order = importlib.import_module("ray").get(order[0])
+        with suppress(OSError):  # where all paths are absolute, there need not be such a folder
+            os.chdir(asked.folder)
         self._name = name
         self._device = torch.device("cuda" if gpu else "cpu")
         model = asked.model
@@ -116,10 +120,9 @@ class Worker:
 
     def work(self, piece: Piece, known: Container[str]) -> Outcome:
         """Works on a piece."""
-        begin = time.monotonic()
         outcome = self._run.work(piece, known)
         self._images += len(piece.samples) * len(self._run.groups[piece.group]) / len(self._run.named)
-        self._seconds += time.monotonic() - begin
+        self._seconds += outcome.seconds
         rows, pace = self._meters
         rows.inc(max(len(outcome.rows), 1e-9))
         pace.set(self._images / max(self._seconds, 1e-9))

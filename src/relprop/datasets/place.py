@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from relprop.errors import RelpropError
+from relprop.errors import RelpropError, saying
 
-__all__ = ["Place", "filesystem", "reaching"]
+__all__ = ["Place", "filesystem"]
 
 
 @dataclass(frozen=True)
@@ -37,7 +35,7 @@ class Place:
         Raises:
             RelpropError: If they cannot be had.
         """
-        with reaching(f"{self} cannot be read"):
+        with saying(f"{self} cannot be read"):
             if "://" not in self.url:
                 with Path(self.url).open("rb") as file:
                     file.seek(self.start or 0)
@@ -63,20 +61,3 @@ def filesystem(url: str) -> tuple[Any, str]:
     except (ImportError, ValueError) as error:
         raise RelpropError(f"{url} cannot be reached: {str(error).rstrip('.')}.") from error
     return files, path
-
-
-@contextmanager
-def reaching(what: str, remedy: str = "") -> Iterator[None]:
-    """Gives whatever goes wrong meanwhile a sentence: each scheme has errors of its own.
-
-    Args:
-        what: What cannot be done then, such as "x.png cannot be read".
-        remedy: What to do about it, behind the reason.
-    """
-    try:
-        yield
-    except RelpropError:
-        raise
-    except Exception as error:
-        said = str(getattr(error, "strerror", None) or next(iter(str(error).splitlines()), "")).rstrip(". ")
-        raise RelpropError(f"{what}: {said or type(error).__name__}{remedy}.") from error

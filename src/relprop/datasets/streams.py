@@ -19,10 +19,10 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from relprop import images
-from relprop.datasets.place import Place, filesystem, reaching
+from relprop.datasets.place import Place, filesystem
 from relprop.datasets.sample import Dataset, Sample
 from relprop.datasets.tables import FILE, INDEX
-from relprop.errors import RelpropError
+from relprop.errors import RelpropError, saying
 
 __all__ = ["Stream", "read"]
 
@@ -73,7 +73,7 @@ def read(path: str) -> Stream | None:
         return Stream(name, Path(path), layout, lambda: (each for shard in shards for each in _shard(shard, same)))
     if suffix in _LISTINGS and ("://" in path or Path(path).is_file()):
         lines = _csv if suffix == ".csv" else _text
-        with reaching(f"{path} cannot be read"), _opened(path) as file:
+        with saying(f"{path} cannot be read"), _opened(path) as file:
             count = sum(1 for line in file if line.strip()) - (suffix == ".csv")
         base = path.rpartition("/")[0] if "://" in path else os.fspath(Path(path).parent)
         return Stream(name, Path(path), "a listing", lambda: lines(path, base), count)
@@ -91,7 +91,7 @@ def _opened(path: str) -> Any:
 
 
 def _text(path: str, base: str) -> Iterator[Sample]:
-    with reaching(f"{path} cannot be read"), io.TextIOWrapper(_opened(path), encoding="utf-8-sig") as file:
+    with saying(f"{path} cannot be read"), io.TextIOWrapper(_opened(path), encoding="utf-8-sig") as file:
         for number, line in enumerate(file, 1):
             entry, _, label = line.rstrip("\r\n").partition("\t")
             if entry.strip():
@@ -99,7 +99,7 @@ def _text(path: str, base: str) -> Iterator[Sample]:
 
 
 def _csv(path: str, base: str) -> Iterator[Sample]:
-    with reaching(f"{path} cannot be read"), io.TextIOWrapper(_opened(path), encoding="utf-8-sig", newline="") as file:
+    with saying(f"{path} cannot be read"), io.TextIOWrapper(_opened(path), encoding="utf-8-sig", newline="") as file:
         rows = csv.DictReader(file, restval="")
         there = rows.fieldnames or []
         column, label = (next((name for name in names if name in there), None) for names in (FILE, INDEX))
@@ -142,7 +142,7 @@ def _shard(path: str, same: int) -> Iterator[Sample]:
     found: dict[str, Place] = {}
     stem, label = "", None
     with (
-        reaching(f"The shard {path} cannot be read"),
+        saying(f"The shard {path} cannot be read"),
         _opened(path) as file,
         tarfile.open(fileobj=file, mode="r:") as tar,
     ):

@@ -18,8 +18,8 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager, suppress
 from typing import Any
 
-from relprop.datasets.place import filesystem, reaching
-from relprop.errors import RelpropError
+from relprop.datasets.place import filesystem
+from relprop.errors import RelpropError, saying
 from relprop.study.journal import Journal, Row, chosen, columns, rows_of
 
 __all__ = ["Parts", "fetch"]
@@ -52,7 +52,7 @@ class Parts:
                 "CREATE TABLE IF NOT EXISTS shipped (part TEXT, key TEXT, PRIMARY KEY (part, key)) WITHOUT ROWID"
             )
             self._file.execute("CREATE INDEX IF NOT EXISTS shipped_keys ON shipped (key)")
-        with self._reaching():
+        with self._saying():
             self._files.makedirs(f"{self._folder}/rows", exist_ok=True)
             there = _listed(self._files, self._folder)
             known = {part for (part,) in self._file.execute("SELECT DISTINCT part FROM shipped")}
@@ -99,7 +99,7 @@ class Parts:
             self._file.executemany(once, ((name, k) for k in self._keys))
             self._file.executemany("UPDATE pieces SET part = ? WHERE id = ?", ((name, i) for i in self._pieces))
         self._keys, self._pieces = [], []
-        with self._reaching():
+        with self._saying():
             self._write(name)
 
     def put(self, name: str, text: str) -> None:
@@ -108,7 +108,7 @@ class Parts:
         Raises:
             RelpropError: If it cannot be written.
         """
-        with self._reaching():
+        with self._saying():
             self._files.pipe_file(f"{self._folder}/{name}", text.encode())
 
     def _write(self, name: str) -> None:
@@ -142,8 +142,8 @@ class Parts:
             self._file.executemany("INSERT INTO shipped VALUES (?, ?)", ((name, row.key) for row in rows))
             self._file.executemany("INSERT OR IGNORE INTO pieces VALUES (?, ?, ?, ?)", ((*m, name) for m in marks))
 
-    def _reaching(self) -> AbstractContextManager[None]:
-        return reaching(f"The rows cannot be written to {self._url}", "; once they can, the same call continues")
+    def _saying(self) -> AbstractContextManager[None]:
+        return saying(f"The rows cannot be written to {self._url}", "; once they can, the same call continues")
 
 
 def fetch(url: str, *, curves: bool = True) -> list[Row]:
@@ -154,7 +154,7 @@ def fetch(url: str, *, curves: bool = True) -> list[Row]:
     """
     files, folder = filesystem(url.rstrip("/"))
     names, found = set[str](), dict[str, Row]()
-    with reaching(f"{url} cannot be read"):
+    with saying(f"{url} cannot be read"):
         with suppress(FileNotFoundError):
             names = _listed(files, folder)
         for name in sorted(names):
