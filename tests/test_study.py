@@ -360,6 +360,8 @@ def test_runs_that_a_table_would_mix_are_not_merged(
         assert (code, out) == (2, "")
         assert words in err
         assert not (tmp_path / "all").exists()
+    with pytest.raises(RelpropError, match="is a URL, and only folders can be merged"):
+        merge([first, Path("s3://mine/part2")], tmp_path / "all")
     for folder in (first, other):
         (folder / "manifest.json").unlink()  # the rows themselves tell as well
     with pytest.raises(RelpropError, match=r"different rows of random for \d\d\.png \(insertion-deletion tie-safe\)"):

@@ -57,6 +57,8 @@ def merge(runs: Sequence[Path], out: Path) -> Merged:
     Raises:
         RelpropError: If a folder holds no study, or the runs do not belong together.
     """
+    if far := [str(folder) for folder in (*runs, out) if folder.parts and folder.parts[0].endswith(":")]:
+        raise RelpropError(f"{far[0]} is a URL, and only folders can be merged; relprop table reads the rows there.")
     folders = {folder.resolve(): folder for folder in runs}
     missing = [folder for folder in folders.values() if not _journal(folder).exists()]
     if missing:
