@@ -139,7 +139,7 @@ def test_an_image_that_ends_workers_is_set_aside_and_costs_no_other(
     )
     ((who, why),) = study.failures.items()
     assert who == "random, deadly on 02.png"
-    assert why.startswith("It ended 2 workers that did nothing else (")
+    assert why.startswith("Tried alone, it failed 2 times (")
     expected = {f"{i:02d}.png" for i in (0, 1, 3, 4)}
     assert {row.image for row in study.rows} == expected
     assert len(study.rows) == 8
@@ -276,4 +276,4 @@ def test_one_image_that_ends_two_workers_is_set_aside_at_once() -> None:
     assert trials.blame(piece, "segmentation fault") == []
     ((_, name, why),) = trials.aside
     assert name == "0"
-    assert why == "It ended 2 workers that did nothing else (segmentation fault)."
+    assert why == "Tried alone, it failed 2 times (segmentation fault)."

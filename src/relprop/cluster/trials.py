@@ -15,7 +15,8 @@ __all__ = ["Trials"]
 
 TRIES = 2
 
-_GUILTY = f"It ended {TRIES} workers that did nothing else ({{}})."
+# A worker that was ended, or one that lives and could not do it.
+_GUILTY = f"Tried alone, it failed {TRIES} times ({{}})."
 
 
 @dataclass
@@ -60,7 +61,7 @@ class Trials:
             return self._heard(whole, image)
         names = [sample.name for sample in piece.samples]
         if whole in self._acquitted:
-            reason = f"Together with its batch it ended several workers, alone it did not ({why})."
+            reason = f"Together with its batch it failed several times, alone it did not ({why})."
             self.aside += [(piece, name, reason) for name in names]
             return []
         if len(names) == 1:
