@@ -4,6 +4,7 @@ import base64
 import io
 import json
 import re
+import struct
 import threading
 import time
 import urllib.error
@@ -85,6 +86,31 @@ def test_a_photo_is_limited_in_bytes_and_pixels_before_it_is_decoded(photo: Path
         read_photo(photo, "photo", replace(LIMITS, pixels=1599))
     with pytest.raises(TooLargeError, match="MB and this server takes"):
         read_photo(photo, "photo", replace(LIMITS, photo=photo.stat().st_size - 1))
+
+
+def test_a_file_that_is_two_kinds_at_once_is_decoded_as_the_one_that_was_checked(tmp_path: Path) -> None:
+    """As a TGA it has 32 x 16 pixels, as an icon those of the PNG inside."""
+    inner = io.BytesIO()
+    Image.new("1", (3000, 3000)).save(inner, format="PNG")
+    size = 0x080010  # what an icon calls the PNG's bytes is a TGA's height and depth
+    entry = struct.pack("<HHHBBBBHHII", 0, 1, 1, 0, 0, 0, 0, 1, 32, size, 22)
+    both = tmp_path / "both"
+    both.write_bytes(entry + inner.getvalue().ljust(size, b"\0"))
+    assert read(both).size == (3000, 3000)
+    with pytest.raises(RelpropError, match="both is damaged"):  # it is no good TGA
+        read_photo(both, "both", LIMITS)
+
+
+def test_a_photo_that_takes_too_long_to_decode_is_given_up_on_the_way() -> None:
+    left = [1] * 5
+
+    def check() -> None:
+        if not left:
+            raise LateError("Too late.")
+        left.pop()
+
+    with pytest.raises(LateError):
+        read_photo(PHOTO, "photo", LIMITS, check)
 
 
 # -- the gate --

@@ -20,6 +20,7 @@ from relprop import __version__
 from relprop.app.answer import Answer, Question
 from relprop.app.desk import Desk
 from relprop.app.docs_page import docs_page
+from relprop.app.gate import Turn
 from relprop.app.limits import BusyError, LateError, TooLargeError
 from relprop.app.shelf import Wanted
 from relprop.cli import Preset, Split
@@ -148,8 +149,8 @@ def api(desk: Desk) -> FastAPI:
         path = desk.house.visits / f"api-{secrets.token_hex(8)}"
         try:
             _write(image, path, name, desk)
-            answer = desk.ask(path, name, Wanted(model or None, weights or None), question)
-            return desk.gate.run(lambda: _explained(answer, levels))
+            wanted = Wanted(model or None, weights or None)
+            return desk.ask(path, name, wanted, question, lambda found: _explained(found, levels), Turn(desk.limits))
         finally:
             path.unlink(missing_ok=True)
 

@@ -263,8 +263,8 @@ class _Page:
             None if split == _OWN_SPLIT else split,
             bool(skips),
         )
-        visit.turn = Turn(self.desk.limits)
-        answer = self.desk.ask(*visit.photo, self._wanted(visit, model, weights), question, visit.turn)
+        turn = visit.turn = Turn(self.desk.limits)
+        answer = self.desk.ask(*visit.photo, self._wanted(visit, model, weights), question, lambda found: found, turn)
         known = visit.answer.classes if visit.answer else ()
         visit.answer, visit.comparison = answer, None
         return self._shown(visit, answer, answer.classes != known)
