@@ -4,6 +4,7 @@ import base64
 import io
 import json
 import re
+import socket
 import struct
 import threading
 import time
@@ -13,6 +14,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import numpy as np
 import pytest
@@ -480,9 +482,18 @@ def test_nothing_is_served_from_elsewhere(tmp_path: Path) -> None:
                 400,
                 {"detail": "This request names a file that was not uploaded here."},
             )
+        deep = b'{"data": ' + b"[" * 9999 + b"]" * 9999 + b"}"
+        assert asked(server.address, "/gradio_api/queue/join", data=deep)[0] == 400
+        # One who leaves in the middle of an upload is no error.
+        with socket.create_connection(("127.0.0.1", urlsplit(server.address).port or 0)) as left:
+            head = "POST /gradio_api/upload HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9999\r\n"
+            left.sendall(f"{head}Content-Type: multipart/form-data; boundary=x\r\n\r\n--x\r\n".encode())
+            time.sleep(0.5)
         # Nor may a page of another site, or one of another name for this address.
         other = {"Sec-Fetch-Site": "cross-site"}
         assert asked(server.address, "/gradio_api/queue/join", data=b"{}", headers=other)[0] == 403
+        for origin, code in (("http://evil.example", 403), ("null", 403), (server.address, 422)):
+            assert asked(server.address, "/explain", data=b"", headers={"Origin": origin})[0] == code
         assert asked(server.address, "/health", headers={"Host": "evil.example"})[0] == 403
         assert (
             asked(server.address, "/health", headers={"Host": f"localhost:{server.address.rpartition(':')[2]}"})[0]
