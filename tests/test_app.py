@@ -24,6 +24,7 @@ import torch
 from fastapi.testclient import TestClient
 from hypothesis import HealthCheck, given, settings
 from PIL import Image
+from safetensors.torch import save_file
 from schemathesis.specs.openapi.checks import positive_data_acceptance
 from visiting import SMALL, running
 
@@ -220,19 +221,37 @@ def test_a_visitor_gets_only_what_is_offered(tmp_path: Path, photo: Path) -> Non
             shelf.get(wanted)
     with pytest.raises(RelpropError, match="This server has no weights"):
         shelf.get(Wanted("resnet18", str(photo)))
-    from safetensors.torch import save_file
-
     own = tmp_path / "own.safetensors"
-    save_file(load("resnet18", "random", classes=["cat", "dog"]).module.state_dict(), own)
+    weights = load("resnet18", "random", classes=["cat", "dog"]).module.state_dict()
+    save_file(weights, own)
     mine = shelf.get(Wanted("resnet18", None, own, "me"))
     assert mine.outputs == 2
     assert shelf.get(Wanted("resnet18", None, own, "me")) is mine
     shelf.forget("me")
-    assert shelf.get(Wanted("resnet18", None, own, "me")) is not mine
+    assert not shelf._loaded
+
+    def refused(said: str) -> None:
+        with pytest.raises(RelpropError, match=said) as refused:
+            shelf.get(Wanted("resnet18", None, own, "you"))
+        assert str(tmp_path) not in str(refused.value)
+        shelf.forget("you")
+
+    # What a file says of itself is a stranger's word too.
+    wants = json.loads(mine.preparation.written())
+    for about, said in (
+        ([1], "has metadata of relprop's name"),
+        ({"classes": ["cat", "dog"]}, "has metadata of relprop's name"),
+        ({"classes": "7"}, "say of their classes"),
+        ({"preparation": "{}"}, "say of their classes"),
+        ({"preparation": json.dumps({**wants, "crop": 30_000})}, "wants images of 30000 pixels"),
+    ):
+        save_file(weights, own, {"relprop": json.dumps(about)})
+        refused(said)
+    for bias in (torch.zeros(10**11, 0), torch.zeros(0)):  # no bytes, and yet so many classes, or none
+        save_file({**weights, "fc.bias": bias}, own)
+        refused(r"^Your checkpoint does not fit resnet18")
     own.write_bytes(b"nothing")
-    with pytest.raises(RelpropError, match=r"^Your checkpoint is cut short") as refused:
-        shelf.get(Wanted("resnet18", None, own, "you"))
-    assert str(tmp_path) not in str(refused.value)
+    refused(r"^Your checkpoint is cut short")
 
 
 # -- what is said --
@@ -307,6 +326,9 @@ def test_a_report_of_a_run_has_what_was_saved(tmp_path: Path, capsys: pytest.Cap
     (folder / "photo.png").unlink()  # one from before there was such a file
     assert saved(folder).photo is None
     run("report", folder, "--out", tmp_path / "bare.html")
+    (folder / "photo.png").write_bytes(b"hello")
+    with pytest.raises(RelpropError, match=r"photo\.png is no image"):
+        saved(folder)
     out = tmp_path / "cat.html"
     run(
         "report",
@@ -397,6 +419,7 @@ def test_the_interface_refuses_in_a_sentence(desk: Desk, photo: Path) -> None:
         assert said in answer.json()["detail"]
 
     refused(422, "There is no class 10", target="10")
+    refused(422, "has no class names to find '999", target="9" * 5000)
     refused(422, "This server has no model", model="../../etc/passwd")
     refused(422, "This server has no weights", weights="/etc/passwd")
     refused(422, "preset: ", preset="nonsense")

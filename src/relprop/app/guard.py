@@ -145,7 +145,7 @@ class Guard:
 
 
 def _elsewhere(headers: dict[str, str]) -> bool:
-    """Whether another site's page asks; browsers say so plainly, but not to addresses that are neither TLS nor local."""
+    """Whether another site's page asks; browsers say so, but not to addresses that are neither TLS nor local."""
     site, origin = headers.get("sec-fetch-site"), headers.get("origin")
     if site is None and origin is not None:
         return origin.partition("://")[2].lower() != headers.get("host", "").lower()

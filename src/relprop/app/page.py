@@ -363,7 +363,7 @@ def _instead(visit: Visit, name: str, before: Any) -> Iterator[None]:
     """Takes what was there before again if the new one is of no use."""
     try:
         yield
-    except RelpropError:
+    except Exception:
         setattr(visit, name, before)
         raise
 
