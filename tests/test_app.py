@@ -35,7 +35,7 @@ from relprop.app.bundle import bundle
 from relprop.app.desk import Desk
 from relprop.app.flow import flow, words
 from relprop.app.gate import Gate, Turn
-from relprop.app.limits import BusyError, LateError, Limits, StoppedError, TooLargeError, read_photo
+from relprop.app.limits import BusyError, LateError, Limits, StoppedError, TooLargeError, called, read_photo
 from relprop.app.report import report, saved
 from relprop.app.shelf import Shelf, Wanted
 from relprop.app.visits import House, Visits
@@ -89,6 +89,23 @@ def test_a_photo_is_limited_in_bytes_and_pixels_before_it_is_decoded(photo: Path
         read_photo(photo, "photo", replace(LIMITS, pixels=1599))
     with pytest.raises(TooLargeError, match="MB and this server takes"):
         read_photo(photo, "photo", replace(LIMITS, photo=photo.stat().st_size - 1))
+
+
+@pytest.mark.parametrize(
+    ("given", "shown"),
+    [
+        ("cat.jpg", "cat.jpg"),
+        ("../../cat.jpg", "cat.jpg"),
+        ("C:\\photos\\cat.jpg", "cat.jpg"),
+        ("Käfer 2.jpg", "Käfer 2.jpg"),
+        ("..", "image"),
+        (None, "image"),
+        ("a\r\nX: b\0\ud800\u202e.jpg", "aX: b.jpg"),
+        ("x" * 999, "x" * 100),
+    ],
+)
+def test_a_visitors_name_for_a_file_is_one_that_can_be_shown_and_saved(given: str | None, shown: str) -> None:
+    assert called(given) == shown
 
 
 def test_a_file_that_is_two_kinds_at_once_is_decoded_as_the_one_that_was_checked(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ from PIL import Image
 from relprop import images
 from relprop.errors import RelpropError
 
-__all__ = ["FORMATS", "BusyError", "LateError", "Limits", "StoppedError", "TooLargeError", "read_photo"]
+__all__ = ["FORMATS", "BusyError", "LateError", "Limits", "StoppedError", "TooLargeError", "called", "read_photo"]
 
 FORMATS = ("AVIF", "BMP", "GIF", "JPEG", "JPEG2000", "PNG", "PPM", "TGA", "TIFF", "WEBP")
 """What is decoded. Pillow knows more, some of it by way of other programs, such as PostScript."""
@@ -74,6 +75,12 @@ class Limits:
             raise TooLargeError(
                 f"{name} has {size / MEGA:.1f} MB and this server takes {most / MEGA:g} at most; shrink it."
             )
+
+
+def called(name: str | None) -> str:
+    """A visitor's name for a file, as far as it can be shown, saved and sent: one line without folders."""
+    last = re.split(r"[/\\]", name or "")[-1]
+    return "".join(c for c in last if c.isprintable())[:100].strip(" .") or "image"
 
 
 class _Watched(io.FileIO):

@@ -9,7 +9,6 @@ import threading
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any, get_args
 
 import gradio as gr
@@ -20,6 +19,7 @@ from relprop.app.cards import cards
 from relprop.app.desk import Desk
 from relprop.app.flow import flow, words
 from relprop.app.gate import Turn
+from relprop.app.limits import called
 from relprop.app.shelf import Wanted
 from relprop.app.viewer import views
 from relprop.app.visits import Visit
@@ -197,7 +197,7 @@ class _Page:
         found = self.desk.house.holds(photo["path"]) if photo else None
         if found is None:
             raise RelpropError("The photo did not arrive; choose it again.")
-        before, visit.photo = visit.photo, (visit.keep(found), _called(photo, found))
+        before, visit.photo = visit.photo, (visit.keep(found), called(photo.get("orig_name") or found.name))
         with _instead(visit, "photo", before):
             return self._explained(visit, *settings, fresh=True)
 
@@ -288,7 +288,7 @@ class _Page:
 
     @staticmethod
     def _wanted(visit: Visit, model: str, weights: str) -> Wanted:
-        return Wanted(model, weights, visit.checkpoint, visit.token)
+        return Wanted(model and str(model), weights and str(weights), visit.checkpoint, visit.token)
 
     def _compare(
         self, model: str, weights: str, chosen: list[str], points: str, request: gr.Request
@@ -366,11 +366,6 @@ def _instead(visit: Visit, name: str, before: Any) -> Iterator[None]:
     except Exception:
         setattr(visit, name, before)
         raise
-
-
-def _called(file: dict[str, Any], path: Path) -> str:
-    """What a visitor calls a file."""
-    return Path(str(file.get("orig_name") or path.name)).name[:100]
 
 
 def _html(content: str, name: str) -> gr.HTML:
