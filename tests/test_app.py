@@ -172,6 +172,12 @@ def test_what_takes_too_long_is_given_up_and_what_is_stopped_ends() -> None:
     with pytest.raises(StoppedError):
         gate.run(work, turn)
     assert turn.part == 0.6
+    turn, going = Turn(LIMITS), threading.Event()
+    threading.Timer(0.05, turn.stop).start()
+    with pytest.raises(StoppedError):  # at once, though what is inside goes on
+        gate.run(lambda: going.wait(30), turn)
+    assert gate.busy
+    going.set()
     turn = Turn(LIMITS)
     turn.begin()
     turn.deadline = time.monotonic() - 1

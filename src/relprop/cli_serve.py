@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import os
 from contextlib import suppress
 from pathlib import Path
 from typing import Annotated
@@ -77,6 +78,8 @@ def serve(
     with suppress(KeyboardInterrupt):  # the way to end it, and no error
         server.run(ready)
     typer.echo("relprop has ended; nothing that was sent to it is left.")
+    if server.desk.gate.busy:  # Python would wait for it
+        os._exit(DONE)
     return DONE
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
+import logging
 import os
 import socket
 import threading
@@ -106,6 +107,8 @@ class Server:
                 self.desk.visits.sweep()
 
         threading.Thread(target=sweeping, daemon=True).start()
+        # Pages that are open when it ends are broken off, which is nothing to tell.
+        logging.getLogger("uvicorn.error").addFilter(lambda _: not self._uvicorn.should_exit)
         try:
             ready()
             self._uvicorn.run(sockets=[self.socket])
