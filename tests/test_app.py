@@ -4,6 +4,7 @@ import base64
 import io
 import json
 import re
+import signal
 import socket
 import struct
 import threading
@@ -610,4 +611,10 @@ def test_a_server_with_a_password_stays_small(tmp_path: Path, photo: Path) -> No
         before = ask_often(15)
         after = ask_often(25)
         assert after - before < 25, (before, after)
+
+        # Ctrl-C is the way to end it, and no error; that a page is open is nothing to tell.
+        page = urllib.request.Request(f"{server.address}/gradio_api/heartbeat/x", headers=key)
+        with urllib.request.urlopen(page, timeout=60):
+            server.process.send_signal(signal.SIGINT)
+            assert server.process.wait(60) == 0
     assert "Traceback" not in server.said
