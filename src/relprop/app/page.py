@@ -42,8 +42,8 @@ class _Page:
 
     def __init__(self, desk: Desk) -> None:
         self.desk = desk
-        hour = 3600
-        with gr.Blocks(title="relprop", analytics_enabled=False, delete_cache=(60, hour)) as self.blocks:
+        idle = int(desk.limits.idle)  # what was sent and never asked about belongs to no visit
+        with gr.Blocks(title="relprop", analytics_enabled=False, delete_cache=(20, idle)) as self.blocks:
             gr.HTML(
                 '<div class="rp"><h1>relprop</h1><p>Why did the network decide so? Relevance for a class, handed back '
                 "from layer to layer until it reaches the pixels, with nothing lost on the way.</p></div>"
