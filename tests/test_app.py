@@ -4,6 +4,9 @@ import base64
 import io
 import json
 import re
+import signal
+import socket
+import struct
 import threading
 import time
 import urllib.error
@@ -12,6 +15,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import numpy as np
 import pytest
@@ -21,6 +25,7 @@ import torch
 from fastapi.testclient import TestClient
 from hypothesis import HealthCheck, given, settings
 from PIL import Image
+from safetensors.torch import save_file
 from schemathesis.specs.openapi.checks import positive_data_acceptance
 from visiting import SMALL, running
 
@@ -31,7 +36,7 @@ from relprop.app.bundle import bundle
 from relprop.app.desk import Desk
 from relprop.app.flow import flow, words
 from relprop.app.gate import Gate, Turn
-from relprop.app.limits import BusyError, LateError, Limits, StoppedError, TooLargeError, read_photo
+from relprop.app.limits import BusyError, LateError, Limits, StoppedError, TooLargeError, called, read_photo
 from relprop.app.report import report, saved
 from relprop.app.shelf import Shelf, Wanted
 from relprop.app.visits import House, Visits
@@ -87,6 +92,48 @@ def test_a_photo_is_limited_in_bytes_and_pixels_before_it_is_decoded(photo: Path
         read_photo(photo, "photo", replace(LIMITS, photo=photo.stat().st_size - 1))
 
 
+@pytest.mark.parametrize(
+    ("given", "shown"),
+    [
+        ("cat.jpg", "cat.jpg"),
+        ("../../cat.jpg", "cat.jpg"),
+        ("C:\\photos\\cat.jpg", "cat.jpg"),
+        ("Käfer 2.jpg", "Käfer 2.jpg"),
+        ("..", "image"),
+        (None, "image"),
+        ("a\r\nX: b\0\ud800\u202e.jpg", "aX: b.jpg"),
+        ("x" * 999, "x" * 100),
+    ],
+)
+def test_a_visitors_name_for_a_file_is_one_that_can_be_shown_and_saved(given: str | None, shown: str) -> None:
+    assert called(given) == shown
+
+
+def test_a_file_that_is_two_kinds_at_once_is_decoded_as_the_one_that_was_checked(tmp_path: Path) -> None:
+    """As a TGA it has 32 x 16 pixels, as an icon those of the PNG inside."""
+    inner = io.BytesIO()
+    Image.new("1", (3000, 3000)).save(inner, format="PNG")
+    size = 0x080010  # what an icon calls the PNG's bytes is a TGA's height and depth
+    entry = struct.pack("<HHHBBBBHHII", 0, 1, 1, 0, 0, 0, 0, 1, 32, size, 22)
+    both = tmp_path / "both"
+    both.write_bytes(entry + inner.getvalue().ljust(size, b"\0"))
+    assert read(both).size == (3000, 3000)
+    with pytest.raises(RelpropError, match="both is damaged"):  # it is no good TGA
+        read_photo(both, "both", LIMITS)
+
+
+def test_a_photo_that_takes_too_long_to_decode_is_given_up_on_the_way() -> None:
+    left = [1] * 5
+
+    def check() -> None:
+        if not left:
+            raise LateError("Too late.")
+        left.pop()
+
+    with pytest.raises(LateError):
+        read_photo(PHOTO, "photo", LIMITS, check)
+
+
 # -- the gate --
 
 
@@ -126,6 +173,12 @@ def test_what_takes_too_long_is_given_up_and_what_is_stopped_ends() -> None:
     with pytest.raises(StoppedError):
         gate.run(work, turn)
     assert turn.part == 0.6
+    turn, going = Turn(LIMITS), threading.Event()
+    threading.Timer(0.05, turn.stop).start()
+    with pytest.raises(StoppedError):  # at once, though what is inside goes on
+        gate.run(lambda: going.wait(30), turn)
+    assert gate.busy
+    going.set()
     turn = Turn(LIMITS)
     turn.begin()
     turn.deadline = time.monotonic() - 1
@@ -192,19 +245,37 @@ def test_a_visitor_gets_only_what_is_offered(tmp_path: Path, photo: Path) -> Non
             shelf.get(wanted)
     with pytest.raises(RelpropError, match="This server has no weights"):
         shelf.get(Wanted("resnet18", str(photo)))
-    from safetensors.torch import save_file
-
     own = tmp_path / "own.safetensors"
-    save_file(load("resnet18", "random", classes=["cat", "dog"]).module.state_dict(), own)
+    weights = load("resnet18", "random", classes=["cat", "dog"]).module.state_dict()
+    save_file(weights, own)
     mine = shelf.get(Wanted("resnet18", None, own, "me"))
     assert mine.outputs == 2
     assert shelf.get(Wanted("resnet18", None, own, "me")) is mine
     shelf.forget("me")
-    assert shelf.get(Wanted("resnet18", None, own, "me")) is not mine
+    assert not shelf._loaded
+
+    def refused(said: str) -> None:
+        with pytest.raises(RelpropError, match=said) as refused:
+            shelf.get(Wanted("resnet18", None, own, "you"))
+        assert str(tmp_path) not in str(refused.value)
+        shelf.forget("you")
+
+    # What a file says of itself is a stranger's word too.
+    wants = json.loads(mine.preparation.written())
+    for about, said in (
+        ([1], "has metadata of relprop's name"),
+        ({"classes": ["cat", "dog"]}, "has metadata of relprop's name"),
+        ({"classes": "7"}, "say of their classes"),
+        ({"preparation": "{}"}, "say of their classes"),
+        ({"preparation": json.dumps({**wants, "crop": 30_000})}, "wants images of 30000 pixels"),
+    ):
+        save_file(weights, own, {"relprop": json.dumps(about)})
+        refused(said)
+    for bias in (torch.zeros(10**11, 0), torch.zeros(0)):  # no bytes, and yet so many classes, or none
+        save_file({**weights, "fc.bias": bias}, own)
+        refused(r"^Your checkpoint does not fit resnet18")
     own.write_bytes(b"nothing")
-    with pytest.raises(RelpropError, match=r"^Your checkpoint is cut short") as refused:
-        shelf.get(Wanted("resnet18", None, own, "you"))
-    assert str(tmp_path) not in str(refused.value)
+    refused(r"^Your checkpoint is cut short")
 
 
 # -- what is said --
@@ -279,6 +350,9 @@ def test_a_report_of_a_run_has_what_was_saved(tmp_path: Path, capsys: pytest.Cap
     (folder / "photo.png").unlink()  # one from before there was such a file
     assert saved(folder).photo is None
     run("report", folder, "--out", tmp_path / "bare.html")
+    (folder / "photo.png").write_bytes(b"hello")
+    with pytest.raises(RelpropError, match=r"photo\.png is no image"):
+        saved(folder)
     out = tmp_path / "cat.html"
     run(
         "report",
@@ -369,6 +443,7 @@ def test_the_interface_refuses_in_a_sentence(desk: Desk, photo: Path) -> None:
         assert said in answer.json()["detail"]
 
     refused(422, "There is no class 10", target="10")
+    refused(422, "has no class names to find '999", target="9" * 5000)
     refused(422, "This server has no model", model="../../etc/passwd")
     refused(422, "This server has no weights", weights="/etc/passwd")
     refused(422, "preset: ", preset="nonsense")
@@ -454,9 +529,18 @@ def test_nothing_is_served_from_elsewhere(tmp_path: Path) -> None:
                 400,
                 {"detail": "This request names a file that was not uploaded here."},
             )
+        deep = b'{"data": ' + b"[" * 9999 + b"]" * 9999 + b"}"
+        assert asked(server.address, "/gradio_api/queue/join", data=deep)[0] == 400
+        # One who leaves in the middle of an upload is no error.
+        with socket.create_connection(("127.0.0.1", urlsplit(server.address).port or 0)) as left:
+            head = "POST /gradio_api/upload HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9999\r\n"
+            left.sendall(f"{head}Content-Type: multipart/form-data; boundary=x\r\n\r\n--x\r\n".encode())
+            time.sleep(0.5)
         # Nor may a page of another site, or one of another name for this address.
         other = {"Sec-Fetch-Site": "cross-site"}
         assert asked(server.address, "/gradio_api/queue/join", data=b"{}", headers=other)[0] == 403
+        for origin, code in (("http://evil.example", 403), ("null", 403), (server.address, 422)):
+            assert asked(server.address, "/explain", data=b"", headers={"Origin": origin})[0] == code
         assert asked(server.address, "/health", headers={"Host": "evil.example"})[0] == 403
         assert (
             asked(server.address, "/health", headers={"Host": f"localhost:{server.address.rpartition(':')[2]}"})[0]
@@ -527,4 +611,10 @@ def test_a_server_with_a_password_stays_small(tmp_path: Path, photo: Path) -> No
         before = ask_often(15)
         after = ask_often(25)
         assert after - before < 25, (before, after)
+
+        # Ctrl-C is the way to end it, and no error; that a page is open is nothing to tell.
+        page = urllib.request.Request(f"{server.address}/gradio_api/heartbeat/x", headers=key)
+        with urllib.request.urlopen(page, timeout=60):
+            server.process.send_signal(signal.SIGINT)
+            assert server.process.wait(60) == 0
     assert "Traceback" not in server.said

@@ -13,6 +13,7 @@ from urllib.parse import urlsplit
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 from playwright.sync_api import Page, expect
 from safetensors.torch import save_file
@@ -22,7 +23,7 @@ import relprop
 from relprop.fetching import UnavailableError
 from relprop.figure import glow, limit
 from relprop.heatmap import colorize, heat_quantization
-from relprop.images import PHOTO
+from relprop.images import PHOTO, SAMPLES
 
 expect.set_options(timeout=WAIT)
 
@@ -146,7 +147,7 @@ def test_a_visit(tmp_path: Path) -> None:
         expect(page.locator("#grid .rp-card h3")).to_have_text(["paper", "grad-cam", "random"])
         expect(page.locator("#grid .rp-card").first.locator("td")).to_have_count(6)
         assert unseen(page) == []
-        choose(page, "#methods", "kernel-shap")
+        page.locator("#points label", has_text="as published").click()
         page.locator("#start").click()
         expect(page.locator("#progress progress")).to_be_visible()
         page.locator("#stop").click()
@@ -260,16 +261,35 @@ def test_bad_files_get_a_sentence_and_visitors_are_apart(tmp_path: Path) -> None
         page.get_by_role("tab", name="Explain").click()
 
         # Weights of one's own; those of another model get a sentence, and what was there stays.
-        own = tmp_path / "own.safetensors"
-        save_file(relprop.load("resnet18", "random").module.state_dict(), own)
-        wrong = tmp_path / "wrong.safetensors"
-        save_file(relprop.load("alexnet", "random").module.features.state_dict(), wrong)
+        own, wrong = tmp_path / "own.safetensors", tmp_path / "wrong.safetensors"
+        nasty = ["<img src=x onerror=alert(1)>", "${alert(2)} {{alert(3)}}"]
+        net = relprop.load("resnet18", "random", classes=nasty)
+        save_file(net.module.state_dict(), own, {"relprop": json.dumps({"classes": json.dumps(nasty)})})
+        save_file({"fc.bias": torch.zeros(2)}, wrong)
+        shouted: list[str] = []
+        page.on("dialog", lambda dialog: (shouted.append(dialog.message), dialog.accept()))
         page.get_by_role("button", name="Your own weights").click()
         page.set_input_files("#checkpoint input[type=file]", wrong)
         expect(page.locator("#notice [role=alert]")).to_contain_text("Your checkpoint does not fit resnet18")
         page.get_by_label("Clear").last.click()
         page.set_input_files("#checkpoint input[type=file]", own)
+        likeliest = int(net.module(net.prepare(SAMPLES["coffee"])[None]).argmax())
+        headline(page, nasty[likeliest])  # as text: what a visitor's file says is never run
+        page.locator("#top label", has_text=nasty[1 - likeliest]).click()
+        headline(page, nasty[1 - likeliest])
         expect(page.locator("#notice [role=alert]")).to_have_count(0)
+        name = "${alert(4)} {{alert(5)}} <img src=x onerror=alert(6)>.jpg"
+        page.get_by_role("button", name="Clear").or_(page.get_by_label("Remove Image")).first.click()
+        expect(page.locator("#view relprop-map")).to_have_count(0)
+        page.set_input_files(
+            "#photo input[type=file]", {"name": name, "mimeType": "image/jpeg", "buffer": PHOTO.read_bytes()}
+        )
+        expect(page.locator("#view img")).to_have_attribute("alt", f"The photo {name}, as the model sees it")
+        assert shouted == []
+        # Other weights are other weights: one's own are put away.
+        choose(page, "#model", "resnet34")
+        headline(page, "%")
+        expect(page.locator("#headline h2")).not_to_contain_text("alert")
         hosts = {urlsplit(url).netloc for url in asked if url.startswith("http")}
         assert hosts == {urlsplit(server.address).netloc}
     assert "Traceback" not in server.said

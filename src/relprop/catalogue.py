@@ -110,10 +110,16 @@ def from_torchvision(request: Request) -> Made:
 def _with_what_came_along(made: Made, about: Mapping[str, str]) -> Made:
     """What weights that were trained here tell of themselves: the names of their classes, and how they want images."""
     names, wants = about.get(CLASSES), about.get(PREPARATION)
-    return made._replace(
-        classes=tuple(json.loads(names)) if names else None,
-        preparation=Preparation.read(wants) if wants else made.preparation,
-    )
+    try:
+        return made._replace(
+            classes=tuple(map(str, json.loads(names))) if names else None,
+            preparation=Preparation.read(wants) if wants else made.preparation,
+        )
+    except (AttributeError, KeyError, RecursionError, TypeError, ValueError) as error:
+        raise RelpropError(
+            f"The weights {made.source.weights} say of their classes or images what relprop never writes; save their "
+            "tensors alone."
+        ) from error
 
 
 def _entries(name: str) -> dict[str, Any]:

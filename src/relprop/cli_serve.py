@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+import os
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated
 
@@ -47,7 +49,7 @@ def serve(
     when their visitor is. The interface is described at /docs.
     """
     from relprop.app.limits import Limits
-    from relprop.app.server import LOOPBACK, Server
+    from relprop.app.server import Server
     from relprop.memory import keep_freed
 
     keep_freed()
@@ -66,14 +68,18 @@ def serve(
 
     def ready() -> None:
         typer.echo(f"relprop is at {server.address}, its JSON interface at {server.address}/docs; Ctrl-C ends it.")
-        if host not in LOOPBACK and password is None:
+        if not server.local and password is None:
             typer.echo("Everybody who reaches this machine can use it; --auth asks for a password.", err=True)
         if show:
             import webbrowser
 
             webbrowser.open(server.address)
 
-    server.run(ready)
+    with suppress(KeyboardInterrupt):  # the way to end it, and no error
+        server.run(ready)
+    typer.echo("relprop has ended; nothing that was sent to it is left.")
+    if server.desk.gate.busy:  # Python would wait for it
+        os._exit(DONE)
     return DONE
 
 

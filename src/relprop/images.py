@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
 from PIL import Image, ImageOps, UnidentifiedImageError
@@ -70,7 +71,9 @@ def find(paths: Iterable[str | os.PathLike[str]]) -> list[Path]:
     return list(files.values())
 
 
-def read(path: str | os.PathLike[str], content: bytes | None = None) -> Image.Image:
+def read(
+    path: str | os.PathLike[str], content: bytes | BinaryIO | None = None, formats: tuple[str, ...] | None = None
+) -> Image.Image:
     """The picture in a file, in RGB with 8 bits a colour.
 
     It is turned as its EXIF data says, put on white where it is transparent, and the first frame where there are
@@ -78,18 +81,20 @@ def read(path: str | os.PathLike[str], content: bytes | None = None) -> Image.Im
 
     Args:
         path: The file.
-        content: What is in it, where that was read already: the path is but a name then.
+        content: What is in it, where that was read already: the path is but a name then. Or the open file.
+        formats: The kinds of files, as Pillow calls them; None for all that it knows.
 
     Raises:
         RelpropError: The file cannot be read as an image; with its name and what is wrong.
     """
     path = Path(path)
     try:
-        if not (_size(path) if content is None else len(content)):
+        if not (len(content) if isinstance(content, bytes) else _size(path)):
             raise RelpropError(f"{path} is empty.")
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # Pillow remarks on large images and odd metadata, and reads them
-            with Image.open(path if content is None else io.BytesIO(content)) as opened:
+            source = io.BytesIO(content) if isinstance(content, bytes) else content or path
+            with Image.open(source, formats=formats) as opened:
                 if opened.width * opened.height > _DRAFT_PIXELS:
                     opened.draft(None, (_DRAFT_SIDE, _DRAFT_SIDE))
                 opened.load()

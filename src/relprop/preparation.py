@@ -40,9 +40,17 @@ class Preparation:
 
     @classmethod
     def read(cls, text: str) -> Preparation:
-        """What :meth:`written` wrote."""
+        """What :meth:`written` wrote.
+
+        Raises:
+            Exception: Something else did.
+        """
         facts = json.loads(text)
-        return cls(**{**facts, "normalization": Normalization(*map(tuple, facts["normalization"]))})
+        mean, std = ([float(value) for value in values] for values in facts["normalization"])
+        if not len(mean) == len(std) == 3 or min(int(facts["resize"]), int(facts["crop"])) < 1:
+            raise ValueError(text)
+        Image.Resampling[facts["interpolation"].upper()]
+        return cls(**{**facts, "normalization": Normalization(tuple(mean), tuple(std))})
 
     def written(self) -> str:
         """As JSON, for a weights file."""

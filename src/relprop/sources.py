@@ -117,9 +117,19 @@ def chosen(
 
 
 def outputs_of(module: nn.Module, file: WeightsFile) -> int:
-    """The number of classes in a checkpoint: the length of the last parameter, for that is the head's."""
-    name, parameter = list(module.named_parameters())[-1]
-    return int((file.tensors.get(name, parameter).shape or parameter.shape)[0])
+    """The number of classes in a checkpoint: the length of the last parameter, for that is the head's.
+
+    Where the head's tensors contradict each other it is the module's own, and :func:`fill` says what is wrong: nothing
+    is built that is larger than what the file holds.
+    """
+    parameters = dict(module.named_parameters())
+    last = list(parameters)[-1]
+    outputs = next(iter(file.tensors.get(last, parameters[last]).shape), 0)
+    head = [name for name in parameters if name.rpartition(".")[0] == last.rpartition(".")[0]]
+    fits = all(
+        name in file.tensors and file.tensors[name].shape == (outputs, *parameters[name].shape[1:]) for name in head
+    )
+    return int(outputs if fits and outputs else parameters[last].shape[0])
 
 
 def fill(module: nn.Module, file: WeightsFile, name: str) -> None:

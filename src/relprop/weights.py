@@ -105,11 +105,14 @@ def _safetensors(path: Path) -> tuple[dict[str, Tensor], Mapping[str, str]]:
     try:
         with library.safe_open(path, "pt") as file:
             about = json.loads((file.metadata() or {}).get("relprop", "{}"))
-        return library.load_file(path), about
+        tensors = library.load_file(path)
     except OSError:
         raise
     except Exception as error:  # the library's own kind, which has no other base
         raise RelpropError(f"{path} is cut short or no safetensors file: {error}.") from error
+    if not isinstance(about, dict) or not all(isinstance(value, str) for value in about.values()):
+        raise RelpropError(f"{path} has metadata of relprop's name that relprop never writes; save its tensors alone.")
+    return tensors, about
 
 
 def _torch(path: Path) -> Any:

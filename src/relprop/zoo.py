@@ -83,7 +83,7 @@ class Model:
             RelpropError: There is no such class, or there are several; with the candidates.
         """
         text = str(wanted).strip()
-        if re.fullmatch(r"-?\d+", text) and (isinstance(wanted, int) or text not in (self.classes or ())):
+        if re.fullmatch(r"-?\d{1,99}", text) and (isinstance(wanted, int) or text not in (self.classes or ())):
             if not 0 <= int(text) < self.outputs:
                 raise RelpropError(
                     f"There is no class {text}; {self.name} has {self.outputs}, 0 to {self.outputs - 1}."

@@ -20,7 +20,8 @@ from relprop import __version__
 from relprop.app.answer import Answer, Question
 from relprop.app.desk import Desk
 from relprop.app.docs_page import docs_page
-from relprop.app.limits import BusyError, LateError, TooLargeError
+from relprop.app.gate import Turn
+from relprop.app.limits import BusyError, LateError, TooLargeError, called
 from relprop.app.shelf import Wanted
 from relprop.cli import Preset, Split
 from relprop.errors import RelpropError
@@ -144,12 +145,12 @@ def api(desk: Desk) -> FastAPI:
     ) -> Explained:
         """Explains an image: classes, how well the relevance adds up, how it was parted, and pictures."""
         question = Question(target or None, None, preset, split, identity_skips, start)
-        name = Path(image.filename or "image").name[:100] or "image"
+        name = called(image.filename)
         path = desk.house.visits / f"api-{secrets.token_hex(8)}"
         try:
             _write(image, path, name, desk)
-            answer = desk.ask(path, name, Wanted(model or None, weights or None), question)
-            return desk.gate.run(lambda: _explained(answer, levels))
+            wanted = Wanted(model or None, weights or None)
+            return desk.ask(path, name, wanted, question, lambda found: _explained(found, levels), Turn(desk.limits))
         finally:
             path.unlink(missing_ok=True)
 

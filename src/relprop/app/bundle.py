@@ -32,5 +32,5 @@ def bundle(answer: Answer, folder: Path) -> bytes:
         files = figure.save(signed, pictures, Path(work), Path(work) / "relprop")
         with zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED) as archive:
             for file in files:
-                archive.write(file, f"{Path(answer.name).stem or 'photo'}/{file.name}")
+                archive.write(file, f"{Path(answer.name).stem}/{file.name}")
     return packed.getvalue()

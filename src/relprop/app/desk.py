@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import TypeVar
 
 from relprop.app.answer import Answer, Question, answer
 from relprop.app.bundle import bundle
@@ -18,6 +19,8 @@ from relprop.errors import RelpropError
 from relprop.zoo import Model
 
 __all__ = ["Desk"]
+
+T = TypeVar("T")
 
 
 class Desk:
@@ -35,15 +38,20 @@ class Desk:
         self.shelf = Shelf(models)
         self.visits = Visits(self.house.visits, limits, self.shelf.forget)
 
-    def ask(self, photo: Path, name: str, wanted: Wanted, question: Question, turn: Turn | None = None) -> Answer:
-        """Explains a photo.
+    def ask(
+        self, photo: Path, name: str, wanted: Wanted, question: Question, then: Callable[[Answer], T], turn: Turn
+    ) -> T:
+        """Explains a photo, and makes something of the answer in the same turn.
 
         Raises:
             RelpropError: It cannot be read or explained, or there is no time for it.
         """
-        return self.gate.run(
-            lambda: answer(self.shelf.get(wanted), read_photo(photo, name, self.limits), name, question), turn
-        )
+
+        def work() -> T:
+            model = self.shelf.get(wanted)
+            return then(answer(model, read_photo(photo, name, self.limits, turn.check), name, question))
+
+        return self.gate.run(work, turn)
 
     def compare(self, visit: Visit, wanted: Wanted, methods: Sequence[str], points: int | None) -> Iterator[None]:
         """Compares methods on the photo that was explained last, one after another, so that others get their turn.
@@ -67,7 +75,7 @@ class Desk:
 
             def one(method: str = method) -> Comparison:
                 model = self.shelf.get(wanted)
-                x = model.prepare(read_photo(*photo, self.limits))[None]
+                x = model.prepare(read_photo(*photo, self.limits, turn.check))[None]
                 return compare(model, x, [method], int(given.explanation.target[0]), points=points, progress=tell)
 
             visit.comparison = _joined(visit.comparison, self.gate.run(one, turn))

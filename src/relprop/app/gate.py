@@ -5,8 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
-from concurrent.futures import TimeoutError as Waited
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, wait
 from typing import TypeVar
 
 from relprop.app.limits import BusyError, LateError, Limits, StoppedError
@@ -14,6 +13,7 @@ from relprop.app.limits import BusyError, LateError, Limits, StoppedError
 __all__ = ["Gate", "Turn"]
 
 T = TypeVar("T")
+_LOOK = 0.1  # seconds between two looks at whether somebody still wants it
 
 
 class Turn:
@@ -32,7 +32,7 @@ class Turn:
         self._stopped = threading.Event()
 
     def stop(self) -> None:
-        """Ends it, at the next :meth:`check`."""
+        """Ends it: for the visitor at once, for the computation at the next :meth:`check`."""
         self._stopped.set()
 
     def begin(self) -> None:
@@ -80,17 +80,14 @@ class Gate:
 
         Raises:
             BusyError: Too many are waiting.
-            LateError: It took too long. What cannot be ended is left to end by itself, and counts until then.
-            StoppedError: The visitor has stopped it.
+            LateError: It took too long.
+            StoppedError: The visitor has stopped it. What cannot be ended is left to end by itself, and counts until
+                then.
         """
         turn = turn or Turn(self.limits)
-        begun = threading.Event()
 
         def inside() -> T:
-            try:
-                turn.begin()
-            finally:
-                begun.set()
+            turn.begin()
             return work()
 
         with self._lock:
@@ -101,16 +98,19 @@ class Gate:
             self._inside += 1
         future = self._worker.submit(inside)
         future.add_done_callback(self._leave)
-        future.add_done_callback(lambda _: begun.set())  # one that is dropped never begins
         try:
-            begun.wait()
-            left = None if turn.deadline is None else max(0.0, turn.deadline - time.monotonic())
-            return future.result(left)
+            while not wait([future], _LOOK).done:
+                turn.check()
+            return future.result()
         except CancelledError as error:
             raise StoppedError("The server is closing.") from error
-        except Waited as error:
-            turn.stop()
-            raise late(self.limits) from error
+        finally:
+            future.cancel()  # if it still waits, nobody waits for it any more
+
+    @property
+    def busy(self) -> bool:
+        """Whether something is inside, or waits."""
+        return self._inside > 0
 
     def _leave(self, _: Future[T]) -> None:
         with self._lock:

@@ -11,8 +11,11 @@ import json
 import re
 import secrets
 from collections.abc import Awaitable, Callable, Iterator, MutableMapping
+from contextlib import suppress
 from pathlib import PurePath
 from typing import Any, TypeAlias
+
+from starlette.requests import ClientDisconnect
 
 from relprop.app.limits import MEGA, Limits
 from relprop.app.visits import House
@@ -83,12 +86,12 @@ class Guard:
                 return
             receive = _again(body, receive)
         elif scope["method"] == "POST":
-            most = self.limits.upload if path == "/gradio_api/upload" else self.limits.photo
-            receive = _counted(receive, most + _SMALL)
+            receive = _counted(receive, self._most(path) + _SMALL)
         if path == "":
             scope = {**scope, "headers": [(n, v) for n, v in scope["headers"] if n.lower() != b"accept-encoding"]}
             send = _plain(send)
-        await self.app(scope, receive, _with_headers(send))
+        with suppress(ClientDisconnect):  # in the middle of an upload; there is nobody to be told
+            await self.app(scope, receive, _with_headers(send))
 
     def _refusal(self, method: str, path: str, headers: dict[str, str]) -> tuple[int, str] | None:
         """Why something is not answered, to whomever and whatever it is."""
@@ -99,7 +102,7 @@ class Guard:
             kind, _, given = headers.get("authorization", "").partition(" ")
             if kind.lower() != "basic" or not secrets.compare_digest(given.strip().encode(), self._auth.encode()):
                 return 401, "This server wants a name and a password."
-        if method not in _READING and headers.get("sec-fetch-site") in ("cross-site", "same-site"):
+        if method not in _READING and _elsewhere(headers):
             return 403, "Another site's page has asked for this."
         return self._no_place(method, path) or self._no_room(method, path, headers.get("content-length", ""))
 
@@ -113,25 +116,40 @@ class Guard:
 
     def _no_room(self, method: str, path: str, length: str) -> tuple[int, str] | None:
         """Why something is too large to be taken."""
-        upload = path.startswith("/gradio_api/upload")
-        most = self.limits.upload if upload else self.limits.photo
+        most = self._most(path)
         if length.isdigit() and int(length) > most + _SMALL:
             return 413, f"This is more than the {most / MEGA:g} MB that this server takes."
-        if upload and method == "POST" and self._full():
+        if path.startswith("/gradio_api/upload") and method == "POST" and self._full():
             return 507, "The server's folder is full; try again later."
         return None
 
+    def _most(self, path: str) -> int:
+        """Bytes of files that may be sent to an address."""
+        if path.startswith("/gradio_api/upload"):
+            return self.limits.upload
+        return self.limits.photo if path == "/explain" else _SMALL
+
     def _full(self) -> bool:
-        files = (file.stat().st_size for file in self.house.folder.rglob("*") if file.is_file())
-        return sum(files) > _FULL * self.limits.upload
+        size = 0
+        for file in self.house.uploads.rglob("*"):  # what visits keep are links to these
+            with suppress(OSError):  # gone with its visit just now
+                size += file.stat().st_size
+        return size > _FULL * self.limits.upload
 
     def _fine(self, body: bytes) -> bool:
         """Whether all files that are named in a request were uploaded here."""
         try:
-            content = json.loads(body)
-        except ValueError:
+            return all(self.house.holds(path) is not None for path in _paths(json.loads(body)))
+        except (ValueError, RecursionError):  # lists in lists in lists
             return False
-        return all(self.house.holds(path) is not None for path in _paths(content))
+
+
+def _elsewhere(headers: dict[str, str]) -> bool:
+    """Whether another site's page asks; browsers say so, but not to addresses that are neither TLS nor local."""
+    site, origin = headers.get("sec-fetch-site"), headers.get("origin")
+    if site is None and origin is not None:
+        return origin.partition("://")[2].lower() != headers.get("host", "").lower()
+    return site in ("cross-site", "same-site")
 
 
 def _paths(content: Any) -> Iterator[str]:

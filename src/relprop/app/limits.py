@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import io
+import re
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,7 +14,7 @@ from PIL import Image
 from relprop import images
 from relprop.errors import RelpropError
 
-__all__ = ["FORMATS", "BusyError", "LateError", "Limits", "StoppedError", "TooLargeError", "read_photo"]
+__all__ = ["FORMATS", "BusyError", "LateError", "Limits", "StoppedError", "TooLargeError", "called", "read_photo"]
 
 FORMATS = ("AVIF", "BMP", "GIF", "JPEG", "JPEG2000", "PNG", "PPM", "TGA", "TIFF", "WEBP")
 """What is decoded. Pillow knows more, some of it by way of other programs, such as PostScript."""
@@ -74,7 +77,25 @@ class Limits:
             )
 
 
-def read_photo(path: Path, name: str, limits: Limits) -> Image.Image:
+def called(name: str | None) -> str:
+    """A visitor's name for a file, as far as it can be shown, saved and sent: one line without folders."""
+    last = re.split(r"[/\\]", name or "")[-1]
+    return "".join(c for c in last if c.isprintable())[:100].strip(" .") or "image"
+
+
+class _Watched(io.FileIO):
+    """A file with somebody who looks on while it is read: a JPEG of many scans takes a decoder very long."""
+
+    def __init__(self, path: Path, check: Callable[[], None]) -> None:
+        super().__init__(path)
+        self._check = check
+
+    def read(self, size: int | None = -1) -> bytes:
+        self._check()
+        return super().read(size)
+
+
+def read_photo(path: Path, name: str, limits: Limits, check: Callable[[], None] = lambda: None) -> Image.Image:
     """The picture in a visitor's file.
 
     Nothing is decoded before the file's size, kind and number of pixels are known to be fine.
@@ -83,23 +104,26 @@ def read_photo(path: Path, name: str, limits: Limits) -> Image.Image:
         path: Where the file lies.
         name: What the visitor calls it.
         limits: Those of the server.
+        check: Called now and then while the file is decoded; ends that by raising a RelpropError.
 
     Raises:
         RelpropError: It cannot be taken; in a sentence without the server's paths.
     """
     try:
         limits.check_size(name, path.stat().st_size, limits.photo)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # Pillow remarks on large images, which are refused below
-            with Image.open(path, formats=FORMATS) as header:
-                width, height = header.size
-        if width * height > limits.pixels:
-            raise TooLargeError(
-                f"{name} has {width} x {height} pixels and this server takes {limits.pixels / MEGA:g} million at most; "
-                "shrink it."
-            )
-        return images.read(path)
-    except TooLargeError:
+        with _Watched(path, check) as file:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # Pillow remarks on large images, which are refused below
+                with Image.open(file, formats=FORMATS) as header:
+                    width, height = header.size
+            if width * height > limits.pixels:
+                raise TooLargeError(
+                    f"{name} has {width} x {height} pixels and this server takes {limits.pixels / MEGA:g} million at "
+                    "most; shrink it."
+                )
+            # By the same kinds again: a file that is two at once must not be checked as one and decoded as the other.
+            return images.read(path, file, FORMATS)
+    except (TooLargeError, LateError, StoppedError):
         raise
     except RelpropError as error:
         raise RelpropError(str(error).replace(str(path), name)) from error

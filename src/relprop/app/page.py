@@ -5,26 +5,23 @@ from __future__ import annotations
 import html
 import shutil
 import sys
-import threading
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any, get_args
 
 import gradio as gr
 
-from relprop import methods
 from relprop.app.answer import Answer, Question, named
-from relprop.app.cards import cards
+from relprop.app.compare_tab import CompareTab
 from relprop.app.desk import Desk
 from relprop.app.flow import flow, words
 from relprop.app.gate import Turn
-from relprop.app.shelf import Wanted
+from relprop.app.limits import called
+from relprop.app.parts import alert, framed, part
 from relprop.app.viewer import views
 from relprop.app.visits import Visit
 from relprop.cli import Preset, Split
-from relprop.compare import PROTOCOLS
 from relprop.errors import RelpropError
 from relprop.images import SAMPLES
 
@@ -32,10 +29,6 @@ __all__ = ["page"]
 
 _OWN_SPLIT = "the preset's"
 _NOBODY = "nothing"
-_FIRST = ["paper", "grad-cam", "random"]
-_QUICK, _PUBLISHED = "quick (11 points a curve)", "as published (101 points, slow)"
-_EVERY = 0.3  # seconds between two looks at how far a comparison is
-_QUANTISED = ["paper+hq", "released+hq-released"]
 
 
 def page(desk: Desk) -> gr.Blocks:
@@ -49,8 +42,8 @@ class _Page:
 
     def __init__(self, desk: Desk) -> None:
         self.desk = desk
-        hour = 3600
-        with gr.Blocks(title="relprop", analytics_enabled=False, delete_cache=(60, hour)) as self.blocks:
+        idle = int(desk.limits.idle)  # what was sent and never asked about belongs to no visit
+        with gr.Blocks(title="relprop", analytics_enabled=False, delete_cache=(20, idle)) as self.blocks:
             gr.HTML(
                 '<div class="rp"><h1>relprop</h1><p>Why did the network decide so? Relevance for a class, handed back '
                 "from layer to layer until it reaches the pixels, with nothing lost on the way.</p></div>"
@@ -59,11 +52,11 @@ class _Page:
                 with gr.Tab("Explain", id="explain"):
                     self._explain_tab()
                 with gr.Tab("Where it went", id="flow"):
-                    self.flow = _html(_framed("<p>Explain a photo first.</p>"), "flow")
+                    self.flow = part("<p>Explain a photo first.</p>", "flow")
                 with gr.Tab("Compare", id="compare"):
-                    self._compare_tab()
+                    self.compare = CompareTab(desk, self.model, self.weights)
                 with gr.Tab("Take it away", id="take"):
-                    self.take = _html(_framed("<p>Explain a photo first.</p>"), "take")
+                    self.take = part("<p>Explain a photo first.</p>", "take")
             self._wire()
         self.blocks.queue(max_size=2 * desk.limits.waiting + 8, default_concurrency_limit=desk.limits.waiting + 8)
 
@@ -97,11 +90,11 @@ class _Page:
                         elem_id="checkpoint",
                     )
             with gr.Column(scale=3, min_width=320):
-                self.notice = _html("", "notice")
+                self.notice = part("", "notice")
                 first = "<p>Choose a photo, or one of the samples, to see what speaks for which class.</p>"
-                self.headline = _html(_framed(first), "headline")
+                self.headline = part(first, "headline")
                 self.top = gr.Radio([], label="The likeliest classes: which one to explain", elem_id="top")
-                self.view = _html("", "view")
+                self.view = part("", "view")
                 with gr.Row():
                     self.target = gr.Dropdown(
                         [], label="Any class: type to search", filterable=True, elem_id="target", min_width=260
@@ -115,31 +108,10 @@ class _Page:
                         min_width=260,
                     )
 
-    def _compare_tab(self) -> None:
-        there = [*methods.names(), *_QUANTISED]
-        with gr.Row():
-            self.methods = gr.Dropdown(
-                there,
-                value=_FIRST,
-                multiselect=True,
-                label="Methods: type to search",
-                elem_id="methods",
-                scale=3,
-                min_width=280,
-            )
-            self.points = gr.Radio(
-                [_QUICK, _PUBLISHED], value=_QUICK, label="Curves", elem_id="points", scale=2, min_width=280
-            )
-        with gr.Row():
-            self.start = gr.Button("Compare", variant="primary", elem_id="start")
-            self.stop = gr.Button("Cancel", elem_id="stop")
-        self.progress = _html(_framed(_ABOUT_SCORES), "progress")
-        self.grid = _html("", "grid")
-
     def _wire(self) -> None:
         settings = [self.model, self.weights, self.target, self.contrast, self.preset, self.split, self.skips]
         shown = [self.notice, self.headline, self.view, self.flow, self.take, self.top, self.target, self.contrast]
-        shown += [self.progress, self.grid, self.weights, self.photo]
+        shown += [self.compare.progress, self.compare.grid, self.weights, self.photo, self.checkpoint]
 
         def on(event: Callable[..., Any], work: Callable[..., Any], *more: Any) -> None:
             event(
@@ -158,21 +130,12 @@ class _Page:
         for button, sample in zip(self.samples, SAMPLES, strict=True):
             on(button.click, _with(self._sampled, sample))
         on(self.model.input, self._other_model)
-        on(self.weights.input, self._anew)
+        on(self.weights.input, self._other_weights)
         on(self.checkpoint.upload, self._own_weights, self.checkpoint)
-        on(self.checkpoint.clear, self._no_own_weights)
+        on(self.checkpoint.clear, self._other_weights)
         on(self.top.input, self._likely, self.top)
-        for part in (self.target, self.contrast, self.preset, self.split, self.skips):
-            on(part.input, self._again)
-        self.start.click(
-            self._compare,
-            [self.model, self.weights, self.methods, self.points],
-            [self.progress, self.grid],
-            api_visibility="private",
-            show_progress="hidden",
-            trigger_mode="once",
-        )
-        self.stop.click(self._stop, None, None, api_visibility="private", show_progress="hidden")
+        for choice in (self.target, self.contrast, self.preset, self.split, self.skips):
+            on(choice.input, self._again)
         self.blocks.unload(self._left)
 
     # -- what happens --
@@ -185,10 +148,10 @@ class _Page:
             try:
                 return {self.notice: "", **work(visit, *values)}
             except RelpropError as error:
-                return {self.notice: _alert(str(error))}
+                return {self.notice: alert(str(error))}
             except Exception:  # a stranger is not shown what is inside
                 traceback.print_exc(file=sys.stderr)
-                return {self.notice: _alert("Something unexpected happened; the server's log says what.")}
+                return {self.notice: alert("Something unexpected happened; the server's log says what.")}
 
         return answered
 
@@ -197,7 +160,7 @@ class _Page:
         found = self.desk.house.holds(photo["path"]) if photo else None
         if found is None:
             raise RelpropError("The photo did not arrive; choose it again.")
-        before, visit.photo = visit.photo, (visit.keep(found), _called(photo, found))
+        before, visit.photo = visit.photo, (visit.keep(found), called(photo.get("orig_name") or found.name))
         with _instead(visit, "photo", before):
             return self._explained(visit, *settings, fresh=True)
 
@@ -209,23 +172,25 @@ class _Page:
 
     def _cleared(self, visit: Visit, *_: Any) -> dict[Any, Any]:
         visit.photo = visit.answer = visit.comparison = None
-        nothing = _framed("<p>Explain a photo first.</p>")
+        nothing = framed("<p>Explain a photo first.</p>")
         return {
-            self.headline: _framed("<p>Choose a photo, or one of the samples.</p>"),
+            self.headline: framed("<p>Choose a photo, or one of the samples.</p>"),
             self.view: "",
             self.flow: nothing,
             self.take: nothing,
             self.top: gr.update(choices=[], value=None),
-            self.grid: "",
-            self.progress: _framed(_ABOUT_SCORES),
+            **self.compare.emptied(),
         }
 
     def _other_model(self, visit: Visit, *settings: Any) -> dict[Any, Any]:
         model, _, *others = settings
-        visit.checkpoint = None
         weights = self.desk.shelf.offers.get(str(model), ("random",))
         update = {self.weights: gr.update(choices=list(weights), value=weights[0])}
-        return {**update, **self._anew(visit, model, weights[0], *others)}
+        return {**update, **self._other_weights(visit, model, weights[0], *others)}
+
+    def _other_weights(self, visit: Visit, *settings: Any) -> dict[Any, Any]:
+        visit.checkpoint = None
+        return {self.checkpoint: None, **self._anew(visit, *settings)}
 
     def _own_weights(self, visit: Visit, *values: Any) -> dict[Any, Any]:
         *settings, file = values
@@ -236,10 +201,6 @@ class _Page:
         before, visit.checkpoint = visit.checkpoint, visit.keep(found, found.suffix)
         with _instead(visit, "checkpoint", before):
             return self._anew(visit, *settings)
-
-    def _no_own_weights(self, visit: Visit, *settings: Any) -> dict[Any, Any]:
-        visit.checkpoint = None
-        return self._anew(visit, *settings)
 
     def _likely(self, visit: Visit, *values: Any) -> dict[Any, Any]:
         model, weights, _, *others, top = values
@@ -263,8 +224,8 @@ class _Page:
             None if split == _OWN_SPLIT else split,
             bool(skips),
         )
-        visit.turn = Turn(self.desk.limits)
-        answer = self.desk.ask(*visit.photo, self._wanted(visit, model, weights), question, visit.turn)
+        turn = visit.turn = Turn(self.desk.limits)
+        answer = self.desk.ask(*visit.photo, visit.wants(model, weights), question, lambda found: found, turn)
         known = visit.answer.classes if visit.answer else ()
         visit.answer, visit.comparison = answer, None
         return self._shown(visit, answer, answer.classes != known)
@@ -275,66 +236,15 @@ class _Page:
         chosen = answer.row["target"]["class"]
         against = answer.contrast[0]["class"] if answer.contrast else _NOBODY
         return {
-            self.headline: _framed(_headline(answer)),
-            self.view: _framed(views(answer)),
-            self.flow: _framed(flow(answer)),
-            self.take: _framed(_take(visit)),
+            self.headline: framed(_headline(answer)),
+            self.view: framed(views(answer)),
+            self.flow: framed(flow(answer)),
+            self.take: framed(_take(visit)),
             self.top: gr.update(choices=top, value=chosen if chosen in [index for _, index in top] else None),
             self.target: gr.update(value=chosen, choices=every) if classes else chosen,
             self.contrast: gr.update(value=against, choices=[_NOBODY, *every]) if classes else against,
-            self.grid: "",
-            self.progress: _framed(_ABOUT_SCORES),
+            **self.compare.emptied(),
         }
-
-    @staticmethod
-    def _wanted(visit: Visit, model: str, weights: str) -> Wanted:
-        return Wanted(model, weights, visit.checkpoint, visit.token)
-
-    def _compare(
-        self, model: str, weights: str, chosen: list[str], points: str, request: gr.Request
-    ) -> Iterator[tuple[Any, Any]]:
-        """Tells how far it is while another thread waits for its turns at the gate."""
-        visit = self.desk.visits.of(str(request.session_hash))
-        said = ["Done."]
-
-        def work() -> None:
-            wanted = self._wanted(visit, model, weights)
-            try:
-                for _ in self.desk.compare(visit, wanted, chosen, 11 if points == _QUICK else None):
-                    pass
-            except RelpropError as error:
-                said[0] = str(error)
-            except Exception:
-                traceback.print_exc(file=sys.stderr)
-                said[0] = "Something unexpected happened; the server's log says what."
-
-        visit.comparison = None
-        thread = threading.Thread(target=work, daemon=True)
-        thread.start()
-        count = -1
-        while thread.is_alive():
-            thread.join(_EVERY)
-            grid, count = self._grid(visit, count)
-            yield _framed(_bar(visit.turn)), grid
-        grid, _ = self._grid(visit, count)
-        done = said[0] == "Done."
-        yield _framed(f'<p class="rp-done" role="status">{_ABOUT}</p>' if done else _notice(said[0])), grid
-
-    def _grid(self, visit: Visit, before: int) -> tuple[Any, int]:
-        """The cards, if there are more than before."""
-        comparison, answer = visit.comparison, visit.answer
-        count = 0 if comparison is None else len(comparison.methods) + len(comparison.failures)
-        if count == before:
-            return gr.skip(), count
-        if comparison is None or answer is None:
-            return "", count
-        label = named(answer.row["target"])
-        return _framed(cards(comparison, answer.photo, label, answer.name)), count
-
-    def _stop(self, request: gr.Request) -> None:
-        visit = self.desk.visits.of(str(request.session_hash))
-        if visit.turn is not None:
-            visit.turn.stop()
 
     def _left(self, request: gr.Request) -> None:
         """Nothing stays, nor does what Gradio would keep of the page for an hour."""
@@ -343,15 +253,6 @@ class _Page:
         held = self.blocks.state_holder
         held.session_data.pop(session, None)
         held.time_last_used.pop(session, None)
-
-
-_ABOUT_SCORES = (
-    "<p>Each method's map of the photo above is scored: pixels are inserted into a black picture, or deleted from the "
-    "photo, the strongest first, and the class's probability is followed. The ID score is the insertion area minus the "
-    f"deletion area, under two protocols: {PROTOCOLS['otsuki2024']} moves tied pixels together, "
-    f"{PROTOCOLS['tie-safe']} breaks ties at random.</p>"
-)
-_ABOUT = "Done. ID is insertion minus deletion; a larger ID is better. Both protocols scored the explained class."
 
 
 def _with(work: Callable[..., Any], first: str) -> Callable[..., Any]:
@@ -363,30 +264,9 @@ def _instead(visit: Visit, name: str, before: Any) -> Iterator[None]:
     """Takes what was there before again if the new one is of no use."""
     try:
         yield
-    except RelpropError:
+    except Exception:
         setattr(visit, name, before)
         raise
-
-
-def _called(file: dict[str, Any], path: Path) -> str:
-    """What a visitor calls a file."""
-    return Path(str(file.get("orig_name") or path.name)).name[:100]
-
-
-def _html(content: str, name: str) -> gr.HTML:
-    return gr.HTML(content, elem_id=name, apply_default_css=False)
-
-
-def _framed(content: str) -> str:
-    return f'<div class="rp">{content}</div>'
-
-
-def _alert(sentence: str) -> str:
-    return _framed(f'<p class="rp-alert" role="alert">{html.escape(sentence)}</p>')
-
-
-def _notice(sentence: str) -> str:
-    return f'<p class="rp-alert" role="alert">{html.escape(sentence)}</p>'
 
 
 def _headline(answer: Answer) -> str:
@@ -407,12 +287,4 @@ def _take(visit: Visit) -> str:
         f'<div class="rp-links"><a class="rp-button" id="bundle" href="visit/{visit.token}/bundle.zip" download>Bundle '
         f'(.zip)</a><a class="rp-button" id="report" href="visit/{visit.token}/report.html" download>Report (.html)</a>'
         '</div><p>From a program: <a href="docs">the JSON interface</a>.</p>'
-    )
-
-
-def _bar(turn: Turn | None) -> str:
-    part, doing = (0.0, "waiting for its turn") if turn is None else (turn.part, turn.doing)
-    return (
-        f'<p><progress max="1" value="{part:.3f}" aria-label="progress of the comparison"></progress> '
-        f'<span role="status">{100 * part:.0f} %, {html.escape(doing)}</span></p>'
     )

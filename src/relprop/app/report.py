@@ -12,7 +12,7 @@ from typing import Any
 from PIL import Image
 
 import relprop
-from relprop import zoo
+from relprop import images, zoo
 from relprop.app.answer import Answer, Stop, named
 from relprop.app.cards import cards
 from relprop.app.flow import flow
@@ -66,10 +66,7 @@ def saved(folder: Path) -> Answer:
     if e.target.shape != (1,) or e.heatmap.ndim != 3:
         raise RelpropError(f"{folder} holds no explanation of one image and one class; a report is of those.")
     picture = folder / "photo.png"
-    photo = None
-    if picture.is_file():
-        with Image.open(picture) as opened:
-            photo = opened.convert("RGB")
+    photo = images.read(picture) if picture.is_file() else None
     how = {name: e.settings[name] for name in ("preset", "split", "identity_skips") if name in e.settings}
     net = plan = None
     try:  # a plan depends on the architecture alone, so no weights are needed

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ipaddress
+import logging
 import os
 import socket
 import threading
@@ -11,9 +13,9 @@ from relprop.app.limits import Limits
 from relprop.errors import RelpropError
 from relprop.zoo import Model
 
-__all__ = ["LOOPBACK", "Server"]
+__all__ = ["Server"]
 
-LOOPBACK = frozenset({"127.0.0.1", "localhost", "::1"})
+_LOCAL = frozenset({"127.0.0.1", "localhost", "::1"})
 _EVERY = 20.0  # seconds between two looks for visits that are over
 
 # Gradio reads these when it is imported: nothing is told to anybody, nothing is asked of a hub.
@@ -29,6 +31,10 @@ class Server:
         host: The address to listen at.
         port: The port; 0 for any that is free.
         auth: ``user:password``, or None to let everybody in.
+
+    Attributes:
+        address: Where its page is.
+        local: Whether only this machine reaches it.
 
     Raises:
         RelpropError: It cannot listen there, or a package is missing.
@@ -78,8 +84,10 @@ class Server:
             css=style(),
             head=f"<script>{script()}</script>",
         )
-        self.address = f"http://{_shown(host)}:{self.socket.getsockname()[1]}"
-        hosts = LOOPBACK if host in LOOPBACK else None  # a page of another name must not reach what is only for here
+        at, number, *_ = self.socket.getsockname()
+        self.address = f"http://{_shown(host)}:{number}"
+        self.local = ipaddress.ip_address(at).is_loopback
+        hosts = _LOCAL | {host.lower()} if self.local else None  # no page of another name reaches what is only for here
         guard = Guard(app, self.desk.house, limits, auth, hosts)
         config = uvicorn.Config(
             guard, log_level="warning", timeout_keep_alive=30, timeout_graceful_shutdown=3, ws="none"
@@ -99,6 +107,8 @@ class Server:
                 self.desk.visits.sweep()
 
         threading.Thread(target=sweeping, daemon=True).start()
+        # Pages that are open when it ends are broken off, which is nothing to tell.
+        logging.getLogger("uvicorn.error").addFilter(lambda _: not self._uvicorn.should_exit)
         try:
             ready()
             self._uvicorn.run(sockets=[self.socket])
@@ -121,7 +131,9 @@ def _listening(host: str, port: int) -> socket.socket:
         server.listen(128)
     except OSError as error:
         reason = error.strerror or error
-        raise RelpropError(f"The server cannot listen at {host}, port {port}: {reason}; try another --port.") from error
+        raise RelpropError(
+            f"The server cannot listen at {host}, port {port}: {reason}; try another --host or --port."
+        ) from error
     return server
 
 

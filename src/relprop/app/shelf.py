@@ -17,6 +17,7 @@ __all__ = ["Shelf", "Wanted"]
 
 _RANDOM = "random"
 _ROOM = 3
+_SIDE = 640  # pixels that an image has at most for a model of a visitor's
 
 
 class Wanted(NamedTuple):
@@ -75,9 +76,13 @@ class Shelf:
         if wanted.checkpoint is not None:
             path = wanted.checkpoint
             try:
-                return self._kept((name, wanted.visit, path.name), str(path))
+                model = self._kept((name, wanted.visit, path.name), str(path))
             except RelpropError as error:
                 raise RelpropError(str(error).replace(str(path), "Your checkpoint")) from error
+            side = max(model.preparation.resize, model.preparation.crop)
+            if side > _SIDE:  # it may say so itself, of any size
+                raise RelpropError(f"Your checkpoint wants images of {side} pixels; this server makes {_SIDE} at most.")
+            return model
         weights = wanted.weights or offers[name][0]
         if weights not in offers[name]:
             raise RelpropError(f"This server has no weights {weights!r} for {name}; it has {', '.join(offers[name])}.")

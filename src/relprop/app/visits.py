@@ -13,9 +13,10 @@ from collections import OrderedDict
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 from relprop.app.limits import Limits
+from relprop.app.shelf import Wanted
 from relprop.errors import RelpropError
 
 if TYPE_CHECKING:
@@ -110,9 +111,13 @@ class Visit:
     def keep(self, upload: Path, suffix: str = "") -> Path:
         """Takes an upload over, by a name that is not the visitor's choice."""
         to = self.folder / f"{secrets.token_hex(4)}{suffix}"
-        shutil.copyfile(upload, to)
+        os.link(upload, to)  # no copy, and it stays if another visit that sent the same file ends
         self._sent.add(upload)
         return to
+
+    def wants(self, model: Any, weights: Any) -> Wanted:
+        """The model that the visitor chose, with the visitor's own weights where there are any."""
+        return Wanted(model and str(model), weights and str(weights), self.checkpoint, self.token)
 
     def close(self) -> None:
         """Stops what is being computed and removes what was sent."""
