@@ -4,6 +4,8 @@ import csv
 import runpy
 from pathlib import Path
 
+from relprop.reproduction import birds
+
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "results"
 
@@ -16,3 +18,9 @@ def test_the_tables_of_fewer_points_are_those_of_their_rows() -> None:
     assert len(tables) == 4
     for table in tables.values():
         assert table in page
+
+
+def test_the_page_of_the_birds_is_that_of_its_results() -> None:
+    page = (RESULTS / "cub" / "README.md").read_text(encoding="utf-8")
+    assert "| mean |" in page
+    assert birds.refresh(page, RESULTS / "cub") == page
