@@ -460,7 +460,7 @@ def test_zennit_composites_cannot_be_read(net: nn.Module) -> None:
     from relprop.adapters.zennit import Attributor
 
     with pytest.raises(relprop.RelpropError, match=r"EpsilonPlusFlat.*preset's name"):
-        Attributor(net, EpsilonPlusFlat())  # type: ignore[arg-type]
+        Attributor(net, EpsilonPlusFlat())  # type: ignore[arg-type] # the wrong type is the point
     with pytest.raises(relprop.RelpropError, match=r"has to give finite relevance of shape \(2, 10\)"):
         Attributor(net)(images(), lambda output: output[0])
 
@@ -485,7 +485,7 @@ def test_module_among_modules(net: nn.Module) -> None:
     assert Explainer(own).double()(x.double()).dtype == torch.float64
     assert own.head.weight.dtype == torch.float64  # the model moved along
     with pytest.raises(relprop.RelpropError, match="'relevance', 'heatmap', 'quantized', not 'maps'"):
-        Explainer(net, "maps")  # type: ignore[arg-type]
+        Explainer(net, "maps")  # type: ignore[arg-type] # likewise
 
 
 def test_module_of_a_loaded_model_knows_the_range_of_pixels() -> None:

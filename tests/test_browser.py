@@ -13,6 +13,7 @@ from urllib.parse import urlsplit
 
 import numpy as np
 import pytest
+import real
 import torch
 from PIL import Image
 from playwright.sync_api import Page, expect
@@ -20,7 +21,6 @@ from safetensors.torch import save_file
 from visiting import SMALL, WAIT, chromium, painted, pixels, running
 
 import relprop
-from relprop.fetching import UnavailableError
 from relprop.figure import glow, limit
 from relprop.heatmap import colorize, heat_quantization
 from relprop.images import PHOTO, SAMPLES
@@ -72,10 +72,7 @@ def assert_fits(page: Page) -> None:
 
 
 def test_a_visit(tmp_path: Path) -> None:
-    try:
-        model = relprop.load("resnet50", "keras")
-    except UnavailableError as error:
-        pytest.skip(str(error))
+    model = real.load("resnet50", "keras")
     explained = relprop.explain(model, model.prepare(PHOTO)[None])
     heatmap, crop = explained.heatmap[0], model.crop(PHOTO)
     asked: set[str] = set()

@@ -15,13 +15,13 @@ from typing import Any, NamedTuple, get_args
 
 import numpy as np
 import pytest
+import real
 import torch
 from PIL import Image
 from safetensors.torch import save_file
 
 import relprop
 from relprop import cli, images, merges, plans
-from relprop.fetching import UnavailableError
 from relprop.figure import FILES, shares
 
 COMMAND = Path(sys.executable).with_name("relprop")
@@ -108,10 +108,7 @@ def check_folder(folder: Path, *, quantized: bool = True) -> None:
 
 
 def test_the_bundled_photo_is_explained_with_real_weights(run: Run, tmp_path: Path) -> None:
-    try:
-        model = relprop.load("resnet50")
-    except UnavailableError as error:
-        pytest.skip(str(error))
+    model = real.load("resnet50")
     said = run("explain")
     assert said.code == 0, said.err
     assert str(model.source) in said.err

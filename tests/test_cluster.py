@@ -13,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pyarrow.parquet as pq
 import pytest
 import tiny
 import torch
@@ -34,7 +35,6 @@ os.environ |= {"RAY_USAGE_STATS_ENABLED": "0", "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTE
 _PATHS = [str(Path(__file__).parent), str(Path(relprop.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, _PATHS))
 
-pq = pytest.importorskip("pyarrow.parquet", reason="the extra 'study' brings pyarrow")
 ray_only = pytest.mark.xdist_group("ray")  # one cluster is enough
 METHODS = ["paper", "random+hq"]
 ASKED: dict[str, Any] = {"protocol": "both", "points": 3, "seeds": 1, "batch_size": 2}

@@ -361,7 +361,7 @@ def test_a_shadow_shares_the_weights_and_nothing_else(resnet: nn.Module) -> None
 
 @pytest.mark.filterwarnings("ignore")
 def test_libraries_trip_over_the_model_and_agree_with_themselves_on_its_twin(resnet: nn.Module, images: Tensor) -> None:
-    captum = pytest.importorskip("captum.attr")
+    captum = importlib.import_module("captum.attr")
     x = images.clone().requires_grad_()
     with pytest.raises(RuntimeError, match="more than once"):
         captum.DeepLift(shadow(resnet)).attribute(x, target=TARGET)
@@ -424,7 +424,7 @@ def scaled(maps: Tensor) -> Tensor:
     ("name", "kind"), [("grad-cam", "GradCAM"), ("grad-cam++", "GradCAMPlusPlus"), ("layer-cam", "LayerCAM")]
 )
 def test_maps_are_those_of_the_usual_library(name: str, kind: str, resnet: nn.Module, images: Tensor) -> None:
-    library = pytest.importorskip("pytorch_grad_cam")
+    library = importlib.import_module("pytorch_grad_cam")
     targets = importlib.import_module("pytorch_grad_cam.utils.model_targets").ClassifierOutputTarget
     model = shadow(resnet, own_weights=True).requires_grad_()
     with torch.no_grad():

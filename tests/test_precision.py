@@ -60,4 +60,4 @@ def test_doubles_are_not_rounded() -> None:
 
 def test_an_unknown_autocast_is_refused() -> None:
     with pytest.raises(relprop.RelpropError, match="'float8' is unknown; pass 'bfloat16', 'tf32' or None"):
-        relprop.explain(nn.Flatten().eval(), torch.rand(1, 2, 2), autocast="float8")  # type: ignore[arg-type]
+        relprop.explain(nn.Flatten().eval(), torch.rand(1, 2, 2), autocast="float8")  # type: ignore[arg-type] # that is the point

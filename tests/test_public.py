@@ -1,6 +1,7 @@
 """Public names do not change unless the changelog says so."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -44,9 +45,11 @@ HEAD = "# Changelog\n\n## [Unreleased]\n\n"
         ),
     ],
 )
-def test_a_change_without_a_word_is_noticed(now: dict[str, str], change: object, name: str, what: str) -> None:
+def test_a_change_without_a_word_is_noticed(
+    now: dict[str, str], change: Callable[[dict[str, str]], None], name: str, what: str
+) -> None:
     changed = dict(now)
-    change(changed)  # type: ignore[operator]
+    change(changed)
     (sentence,) = unnamed(now, changed, HEAD)
     assert sentence.startswith(f"{name} {what}")
     assert unnamed(now, changed, f"{HEAD}- `{name}` is another now.\n") == []

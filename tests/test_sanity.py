@@ -251,7 +251,6 @@ class TestRoad:
     @pytest.fixture(autouse=True)
     def _installed(self):
         import_torchvision()
-        pytest.importorskip("pytorch_grad_cam")
 
     def test_by_hand(self):
         # At the 75th percentile the most relevant quarter goes: all that is bright. What fills it is grown from the

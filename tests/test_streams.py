@@ -9,6 +9,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import pyarrow.parquet as pq
 import pytest
 import tiny
 from server import Server
@@ -21,7 +22,6 @@ from relprop.study.log import Log
 from relprop.study.pieces import Batch
 from relprop.study.runner import Runner
 
-pq = pytest.importorskip("pyarrow.parquet", reason="the extra 'study' brings pyarrow")
 ASKED: dict[str, Any] = {"methods": ["random", "paper"], "metrics": ["sparseness"], "batch_size": 3}
 
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow.parquet as pq
 import pytest
 import tiny
 import torch
@@ -96,7 +97,6 @@ def test_a_study_measures_every_method_on_every_image_once(model: zoo.Model, pho
     more = evaluate(model, photos, METHODS[:2], ["insertion-deletion", "sparseness"], **settings)
     assert len(more.rows) == 8
     assert {r.key for r in study.rows} <= {r.key for r in more.rows}
-    pq = pytest.importorskip("pyarrow.parquet", reason="the extra 'study' brings pyarrow")
     table = pq.read_table(tmp_path / "rows.parquet")
     assert table.num_rows == 8
     assert {"score", "insertion curve", "sparseness"} <= set(table.column_names)

@@ -133,7 +133,7 @@ def _torchvision() -> Finding:
         return Finding("package", "torchvision", "problem", f"cannot be imported: {reason}", remedy)
     try:
         torch.ops.torchvision.nms(torch.zeros(0, 4), torch.zeros(0), 0.5)
-    except (AttributeError, NotImplementedError, RuntimeError):
+    except (AttributeError, NotImplementedError, RuntimeError):  # it is not there, is declared only, or does not load
         text = f"{version}, whose compiled part does not match torch; all but its detection operators works"
         return Finding("package", "torchvision", "note", text, details={"version": version})
     return Finding("package", "torchvision", "ok", version, details={"version": version})

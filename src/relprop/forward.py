@@ -151,7 +151,13 @@ class Forward:
             _check_shape(node, inputs[0] if inputs else None, x)
             try:
                 values.append(node.operator.shape(*inputs))
-            except (RuntimeError, ValueError, TypeError, IndexError, NotImplementedError) as error:
+            except (
+                RuntimeError,
+                ValueError,
+                TypeError,
+                IndexError,
+                NotImplementedError,
+            ) as error:  # torch has them all
                 reason = str(error).strip().split("\n")[0].rstrip(".")
                 shape = tuple(inputs[0].shape) if isinstance(inputs[0], Tensor) else inputs[0]
                 msg = f"{node.name} ({node.operator.label}) cannot take {shape}: {reason}."

@@ -260,7 +260,7 @@ def _hollow(function: Callable[..., Any], values: Sequence[Any]) -> Any:
     """What a function returns for tensors without contents, which not every function knows: for zeros, then."""
     try:
         value = function(*values)
-    except (RuntimeError, NotImplementedError):
+    except (RuntimeError, NotImplementedError):  # which of them, depends on the function
         value = function(*(torch.zeros_like(v, device="cpu") if isinstance(v, Tensor) else v for v in values))
     return value.to("meta") if isinstance(value, Tensor) else value
 

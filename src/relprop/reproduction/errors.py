@@ -122,7 +122,7 @@ def read(path: Path) -> list[Failure]:
     """Reads what :func:`write` has written."""
     with path.open(newline="") as file:
         return [
-            Failure(**{k: v if k in ("image", "category") else float(v) for k, v in row.items()})  # type: ignore[arg-type] # by name
+            Failure(**{k: v if k in ("image", "category") else float(v) for k, v in row.items()})  # type: ignore[arg-type] # each as its field wants it
             for row in csv.DictReader(file)
         ]
 

@@ -126,7 +126,7 @@ class _File:
         array[self.done : self.done + len(rows)] = rows
         self.done += len(rows)
         if self.done == self.total or time.monotonic() - self._noted > _EVERY:
-            array.flush()  # type: ignore[attr-defined] # a memory map
+            array.flush()  # type: ignore[attr-defined] # a memory map has it, an array does not
             _write(self.note, json.dumps({"done": self.done}))
             self._noted = time.monotonic()
 
