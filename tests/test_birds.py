@@ -13,6 +13,7 @@ from relprop import RelpropError, datasets, weights, zoo
 from relprop.cli import main
 from relprop.reproduction import CLAIMS
 from relprop.reproduction.birds import EVERY_SEED, LOCAL, PAPER, Birds, found, localisation, refresh, table
+from relprop.reproduction.work import Work
 from relprop.study import Journal, Row, manifest
 from relprop.training import Outcome
 
@@ -84,8 +85,8 @@ def test_means_over_images_then_over_trainings() -> None:
 def test_every_training_is_measured_the_first_by_all_methods(birds: Path, tmp_path: Path) -> None:
     models = {f"seed{seed}": lambda seed=seed: tiny.model(seed) for seed in range(2)}
     settings = {"points": 3}
-    work = Birds(models, datasets.open(birds), 2, 1, 2, tmp_path / "out", settings)
-    text = work()
+    work = Work(None, datasets.open(birds), 2, 1, 2, tmp_path / "out", settings)
+    text = Birds(models, work)()
     assert not work.failures
     assert cells(text, "ours: (iv), raw")[-2:] == ["2", "2"]
     assert cells(text, "Guided BackPropagation")[-2:] == ["1", "2"]
@@ -95,7 +96,8 @@ def test_every_training_is_measured_the_first_by_all_methods(birds: Path, tmp_pa
     assert (tmp_path / "out" / "table1.md").read_text().strip() == text
     seen = (tmp_path / "out" / "seed1" / "manifest.json").read_text()
     assert all(f'"{name}"' in seen for name in EVERY_SEED)
-    wrong = Birds({"seed0": lambda: replace(tiny.model(), outputs=9)}, datasets.open(birds), 2, 1, 2, tmp_path / "no")
+    other = Work(None, datasets.open(birds), 2, 1, 2, tmp_path / "no")
+    wrong = Birds({"seed0": lambda: replace(tiny.model(), outputs=9)}, other)
     with pytest.raises(RelpropError, match="has 9 classes and CUB_200_2011 has 10"):
         wrong()
 

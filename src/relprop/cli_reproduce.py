@@ -84,6 +84,7 @@ def _birds(
     from relprop import datasets
     from relprop.memory import keep_freed
     from relprop.reproduction.birds import Birds, found
+    from relprop.reproduction.work import Work
 
     if name != "table1":
         raise RelpropError(f"Of CUB-200-2011 there are table1 and page, and no {name!r}.")
@@ -96,8 +97,8 @@ def _birds(
     files = found(Path(weights))
     _make(out)
     models = {seed: partial(load_model, model, str(path)) for seed, path in files.items()}
-    work = Birds(models, images, limit, costly, batch_size, out)
-    typer.echo(f"{name}\n\n{work()}\n")
+    work = Work(None, images, limit, costly, batch_size, out)
+    typer.echo(f"{name}\n\n{Birds(models, work)()}\n")
     return _failed(work.failures)
 
 

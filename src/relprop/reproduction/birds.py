@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
 
 from relprop import training
-from relprop.datasets import Dataset
 from relprop.errors import RelpropError
-from relprop.methods import Method
 from relprop.reproduction.claims import CLAIMS, CONTROLS
 from relprop.reproduction.page import written
-from relprop.reproduction.tables import PUBLISHED, SCORES, TIE_SAFE, markdown, measure
+from relprop.reproduction.tables import PUBLISHED, SCORES, TIE_SAFE, markdown
+from relprop.reproduction.work import Work
 from relprop.study import Row, read
 
 __all__ = ["LOCAL", "PAPER", "Birds", "found", "localisation", "refresh", "table"]
@@ -65,51 +64,33 @@ class Birds:
 
     Attributes:
         models: From a seed's name to what ``relprop.load`` returns; called when its turn has come.
-        data: Test images, one a class.
-        limit: How many of them to measure.
-        costly: How many with methods that cost most.
-        batch_size: Images explained at once.
-        out: Where results go, a study for each seed.
-        settings: What else :func:`relprop.evaluate` is told.
-        failures: What could not be measured, in a sentence each.
+        work: What all of them are measured with; its folder gets a study for each seed.
     """
 
     models: Mapping[str, Callable[[], Any]]
-    data: Dataset
-    limit: int
-    costly: int
-    batch_size: int
-    out: Path
-    settings: dict[str, Any] = field(default_factory=dict)
-    failures: dict[str, str] = field(default_factory=dict)
+    work: Work
 
     def measured(self) -> dict[str, list[Row]]:
         """The rows of every seed, measured where they are lacking."""
-        images = self.data.limit(self.limit)
-        names = {sample.name for sample in images}
-        rows = {}
+        data, rows = self.work.whole, {}
+        settings = {"metrics": ("insertion-deletion", *LOCAL), **self.work.settings}
         for number, (seed, load) in enumerate(self.models.items()):
             model = load()
-            if model.outputs != len(self.data.classes or ()):
+            if model.outputs != len(data.classes or ()):
                 raise RelpropError(
-                    f"The network of {seed} has {model.outputs} classes and {self.data.name} has "
-                    f"{len(self.data.classes or ())}; pass weights that were trained on it."
+                    f"The network of {seed} has {model.outputs} classes and {data.name} has "
+                    f"{len(data.classes or ())}; pass weights that were trained on it."
                 )
-            methods = CLAIMS[TABLE].methods
-            chosen: list[Method] = [m for m in methods if number == 0 or m.name in EVERY_SEED]
-            asked = {"costly": self.costly, "batch_size": self.batch_size, **self.settings}
-            asked = {"metrics": ("insertion-deletion", *LOCAL), **asked}
-            for study in measure(model, images, chosen, self.out / seed, **asked):
-                self.failures |= {f"{seed}, {name}": why for name, why in study.failures.items()}
-            rows[seed] = [row for row in read(self.out / seed) if row.image in names]
+            chosen = [m for m in CLAIMS[TABLE].methods if number == 0 or m.name in EVERY_SEED]
+            work = replace(self.work, model=model, out=self.work.out / seed, settings=settings, failures={})
+            rows[seed] = work.measured(chosen)
+            self.work.failures |= {f"{seed}, {name}": why for name, why in work.failures.items()}
         return rows
 
     def __call__(self) -> str:
         """Measures, and writes the tables beside the rows."""
         rows = self.measured()
-        text = f"{table(rows)}\n\n{localisation(rows)}"
-        (self.out / f"{TABLE}.md").write_text(text + "\n", encoding="utf-8")
-        return text
+        return self.work.kept(TABLE, f"{table(rows)}\n\n{localisation(rows)}")
 
 
 Seeds = Mapping[str, Iterable[Row]]

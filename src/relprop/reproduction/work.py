@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -10,6 +10,7 @@ from typing import Any, TypeAlias
 
 from relprop.datasets import Dataset
 from relprop.errors import RelpropError
+from relprop.methods import Method
 from relprop.reproduction import conservation, errors, figures, timing
 from relprop.reproduction.claims import CLAIMS
 from relprop.reproduction.tables import by_class, measure, tabulate, values
@@ -35,7 +36,7 @@ class Work:
     """What the tasks work with.
 
     Attributes:
-        model: What ``relprop.load`` returns.
+        model: What ``relprop.load`` returns; None where there are several, one after another.
         data: The images, one a class; None where there are none.
         limit: How many of them to measure.
         costly: How many with methods that cost most.
@@ -71,10 +72,10 @@ class Work:
         names = {sample.name for sample in self.images}
         return [row for row in read(self.out) if row.image in names]
 
-    def measured(self, name: str) -> list[Row]:
-        """The rows of a table, measured where they are lacking."""
+    def measured(self, methods: Sequence[Method]) -> list[Row]:
+        """The rows of some methods, measured where they are lacking."""
         asked = {"costly": self.costly, "batch_size": self.batch_size, **self.settings}
-        for study in measure(self.model, self.images, CLAIMS[name].methods, self.out, **asked):
+        for study in measure(self.model, self.images, methods, self.out, **asked):
             self.failures |= study.failures
         return self.rows()
 
@@ -85,11 +86,11 @@ class Work:
 
 
 def _table(name: str, work: Work) -> str:
-    return work.kept(name, tabulate(CLAIMS[name], work.measured(name)))
+    return work.kept(name, tabulate(CLAIMS[name], work.measured(CLAIMS[name].methods)))
 
 
 def _classes(work: Work) -> str:
-    return work.kept("classes", by_class(work.measured("table2"), CLAIMS["table2"].lines))
+    return work.kept("classes", by_class(work.measured(CLAIMS["table2"].methods), CLAIMS["table2"].lines))
 
 
 def _conservation(work: Work) -> str:
@@ -100,7 +101,7 @@ def _conservation(work: Work) -> str:
 
 
 def _errors(work: Work) -> str:
-    rows = work.measured("errors")
+    rows = work.measured(CLAIMS["errors"].methods)
     failures, pictures = errors.examine(work.model, work.images, errors.failed(values(rows)))
     errors.write(failures, work.out / "errors.csv")
     errors.sheet(failures, pictures, work.out / "errors.png")
