@@ -35,7 +35,8 @@ QUICK = Settings({1: 1, 8: 1}, side=32, warmup=0)
 
 
 def ours(model: nn.Module, **ask: Any) -> Run:
-    """A preset of relprop's, with its ledger as always."""
+    """A preset of relprop's, the paper's unless told, with its ledger as always."""
+    ask = {"preset": "paper", **ask}
     return lambda x, target: relprop.explain(model, x, target=target, **ask)
 
 
@@ -84,7 +85,7 @@ def rows(device: str, settings: Settings) -> list[dict[str, Any]]:
             add(name, batch, {"it": partial(method, x, target)}, lambda best: best["it"])
         del method
         gc.collect()  # captum's hooks hold on to activations
-    explain = partial(relprop.explain, model)
+    explain = partial(relprop.explain, model, preset="paper")
     for _, batch in (key for key in BARS if key[0] == FURTHER):
         x, target = images(batch, settings.side, TARGETS, device)
         calls = {"one": partial(explain, x, target[:, :1]), "all": partial(explain, x, target)}

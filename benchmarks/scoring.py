@@ -59,7 +59,7 @@ def measure(settings: Settings) -> dict[str, Any]:
     x = F.interpolate(model.prepare(PHOTO)[None], (settings.size, settings.size))
     scorer = fastest(model, x.expand(BATCH, -1, -1, -1))
     target = scorer(x).argmax(1)
-    heatmap = relprop.explain(model, x, target=target).heatmap
+    heatmap = relprop.explain(model, x, target=target, preset="paper").heatmap
     quantised = relprop.heat_quantization(heatmap, edges="released")
 
     def scored(ask: dict[str, Any]) -> Callable[[], Any]:

@@ -107,10 +107,13 @@ def presets() -> str:
     from relprop.plans import PRESETS
 
     head = ["preset", "convolutions", "matrices", "averages", "first layer", "max pool", "norms", "upper half", "sums"]
+    head += ["sums of the lower half", "head", "strides", "start"]
     rows = []
     for name, p in PRESETS.items():
         upper = f"{p.upper}; norms {p.upper_norm}" if p.upper else "the same"
-        rows.append([f"`{name}`", p.conv, p.dense, p.average, p.first, p.pool, p.norm, upper, p.split])
+        row = [f"`{name}`", p.conv, p.dense, p.average, p.first, p.pool, p.norm, upper, p.split]
+        row += [p.lower_split or "the same", p.head or "the same", "evened" if p.even else "as they are"]
+        rows.append([*row, p.start or "probability"])
     return table(head, rows)
 
 

@@ -163,7 +163,7 @@ def examine(model: str, *, timed: bool = False) -> Row:
         net = build(model, MODELS[model])
         with torch.no_grad():
             expected = answer(net(x.clone()))
-        e = relprop.explain(net, x, 1, start="one")
+        e = relprop.explain(net, x, 1, preset="paper", start="one")
         plan = relprop.plan(net, x)
     except relprop.RelpropError as error:
         return Row(model, shape, str(error))
@@ -217,7 +217,7 @@ def _cost(net: nn.Module, x: Tensor) -> float:
 
     with torch.no_grad():
         forward = seconds(lambda: net(x))
-    return seconds(lambda: relprop.explain(net, x, 1, start="one")) / forward
+    return seconds(lambda: relprop.explain(net, x, 1, preset="paper", start="one")) / forward
 
 
 def page(rows: Sequence[Row]) -> str:

@@ -287,17 +287,17 @@ def test_quantus_evaluate(net: nn.Module, capsys: pytest.CaptureFixture[str]) ->
             abs=False, disable_warnings=True, output_func=lambda v: v, perturb_baseline="black"
         ),
     }
-    methods = {"paper": explain_func, "epsilon": explain_func, "mine": explain_func}
+    methods = {"relprop": explain_func, "epsilon": explain_func, "mine": explain_func}
     scores = quantus.evaluate(metrics, methods, net, x, y, explain_func_kwargs={"start": "logit"})
     assert "Failed to evaluate" not in capsys.readouterr().out
     for name in ("sparseness", "max-sensitivity", "random-logit"):
-        assert len(scores["paper"][name]) == 4, name
-        assert np.isfinite(scores["paper"][name]).all(), name
-    assert scores["mine"]["sparseness"] == scores["paper"]["sparseness"]  # no preset is called so
-    assert scores["epsilon"]["sparseness"] != scores["paper"]["sparseness"]
+        assert len(scores["relprop"][name]) == 4, name
+        assert np.isfinite(scores["relprop"][name]).all(), name
+    assert scores["mine"]["sparseness"] == scores["relprop"]["sparseness"]  # no preset is called so
+    assert scores["epsilon"]["sparseness"] != scores["relprop"]["sparseness"]
     want = relprop.explain(net, images(4), y, start="logit").heatmap.abs()
     gini = [_gini(w.flatten().double()) for w in want]
-    np.testing.assert_allclose(scores["paper"]["sparseness"], gini, rtol=1e-4)
+    np.testing.assert_allclose(scores["relprop"]["sparseness"], gini, rtol=1e-4)
 
 
 def _gini(values: Tensor) -> float:

@@ -131,14 +131,14 @@ def test_several_inputs_get_what_there_is(x: Any, preset: str) -> None:
 
 def test_the_form_of_the_input_does_not_matter() -> None:
     model = seeded(Two())
-    one = relprop.explain(model, (IMAGE, NUMBERS), 1)
-    other = relprop.explain(model, {"numbers": NUMBERS, "image": IMAGE}, 1)
+    one = relprop.explain(model, (IMAGE, NUMBERS), 1, preset="paper")
+    other = relprop.explain(model, {"numbers": NUMBERS, "image": IMAGE}, 1, preset="paper")
     assert torch.equal(one.relevance[0], other.relevance["image"])
     assert torch.equal(one.relevance[1], other.relevance["numbers"])
     # The one is a constant to the other: as if it had been fixed in the model.
     fixed = seeded(Two())
     fixed.forward = lambda image: Two.forward(fixed, image, NUMBERS)
-    alone = relprop.explain(fixed, IMAGE, 1)
+    alone = relprop.explain(fixed, IMAGE, 1, preset="paper")
     torch.testing.assert_close(alone.relevance, one.relevance[0])
 
 

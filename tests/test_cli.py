@@ -368,7 +368,7 @@ BAD: dict[str, tuple[str, str]] = {
     "option of nobody": ("--frobnicate", "No such option"),
     "option without a value": ("explain --out", "requires an argument"),
     "argument too many": ("plan photo.jpg", "unexpected extra argument"),
-    "preset": ("explain PHOTO --preset zplus", "'zplus' is not one of 'paper'"),
+    "preset": ("explain PHOTO --preset zplus", "'zplus' is not one of 'relprop', 'paper'"),
     "preset of plan": ("plan --preset nil", "'nil' is not one of"),
     "split": ("explain PHOTO --split halves", "'halves' is not one of 'symmetric'"),
     "start": ("check PHOTO --start two", "'two' is not one of 'probability'"),

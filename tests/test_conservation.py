@@ -175,7 +175,9 @@ def test_an_output_that_sees_only_padding_keeps_its_relevance_under_that_name() 
     model = nn.Sequential(nn.Conv2d(1, 1, 1, padding=1), nn.Flatten(), nn.Linear(16, 2)).eval()
     for p in model.parameters():
         nn.init.ones_(p)
-    e = relprop.explain(model, torch.ones(1, 1, 2, 2), target=0, start="one", overrides={"0": "z+"}, strict=True)
+    e = relprop.explain(
+        model, torch.ones(1, 1, 2, 2), target=0, preset="paper", start="one", overrides={"0": "z+"}, strict=True
+    )
     torch.testing.assert_close(e.ledger.absorbed_by_cause["padding"], torch.tensor([6 / 10], dtype=torch.float64))
     torch.testing.assert_close(e.relevance, torch.full((1, 1, 2, 2), 1 / 10))
 

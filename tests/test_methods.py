@@ -64,7 +64,16 @@ def total(maps: Tensor) -> Tensor:
 
 def test_the_registry_has_every_method_of_the_paper_and_around_it() -> None:
     wanted = {
-        *("paper", "released", "mixture", "released-mixture", "epsilon", "epsilon-plus-flat", "epsilon-gamma-box"),
+        *(
+            "relprop",
+            "paper",
+            "released",
+            "mixture",
+            "released-mixture",
+            "epsilon",
+            "epsilon-plus-flat",
+            "epsilon-gamma-box",
+        ),
         *("i", "ii", "iii", "iv", "paper-i", "paper-ii", "paper-iii", "paper-iv", "paper-winner", "paper-2x2"),
         "paper-folded",
         *("captum-lrp", "captum-lrp-mixture", "captum-lrp-sums", "integrated-gradients", "guided-backprop", "deeplift"),

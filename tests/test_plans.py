@@ -94,8 +94,29 @@ def kinds(model: nn.Module, **options: Any) -> dict[str, set[str]]:
 NOTHING = {"input": {""}, "relu": {""}, "flatten": {""}}
 
 
-def test_paper(resnet50: nn.Module) -> None:
+def test_relprop(resnet50: nn.Module) -> None:
     assert kinds(resnet50) == NOTHING | {
+        "first": {"w+, evened"},
+        "conv2d": {"z+", "z+, evened"},
+        "linear": {"alpha3beta2"},
+        "adaptive_avg_pool2d": {"z+"},
+        "max_pool2d": {"average, z+, evened"},
+        "batch_norm": {"pass"},
+        "add": {"symmetric", "ratio"},
+    }
+    found = relprop.plan(resnet50).rows()
+    strided = {f"layer{stage}.0.{name}" for stage in (2, 3, 4) for name in ("conv2", "downsample.0")}
+    assert {row["node"] for row in found if row["treatment"] == "z+, evened"} == strided
+    merges = {row["merge"]: row["treatment"] for row in found if row["merge"]}
+    assert merges == {n: "symmetric" if n <= RESNET50_BLOCKS // 2 else "ratio" for n in range(1, RESNET50_BLOCKS + 1)}
+
+
+def test_the_split_that_is_asked_for_holds_in_both_halves(resnet50: nn.Module) -> None:
+    assert kinds(resnet50, split="ratio")["add"] == {"ratio"}
+
+
+def test_paper(resnet50: nn.Module) -> None:
+    assert kinds(resnet50, preset="paper") == NOTHING | {
         "first": {"w+"},
         "conv2d": {"z+"},
         "linear": {"z+"},
@@ -199,7 +220,7 @@ def test_splits_replace_the_presets(resnet50: nn.Module) -> None:
 
 
 def test_identity_skips_out_are_written_where_there_are_any(resnet50: nn.Module) -> None:
-    plan = relprop.plan(resnet50, identity_skips=False)
+    plan = relprop.plan(resnet50, preset="paper", identity_skips=False)
     found = {row["merge"]: row["treatment"] for row in plan.rows() if row["merge"]}
     projections = {1, 4, 8, 14}
     assert {merge for merge, text in found.items() if text == "ratio"} == projections
@@ -223,7 +244,7 @@ def test_override_of_one_name(small: nn.Module) -> None:
 def test_override_by_pattern(small: nn.Module) -> None:
     assert changed(small, {"layer.*": "epsilon"}) == {f"layer.{i}.conv": "epsilon(1e-06)" for i in range(3)}
     assert changed(small, {"*.conv": "w2"}) == {f"layer.{i}.conv": "w2" for i in range(3)}
-    assert changed(small, {"layer.[12].*": "symmetric"}) == {f"layer.{i}.add": "symmetric" for i in (1, 2)}
+    assert changed(small, {"layer.[12].*": "signed"}) == {f"layer.{i}.add": "signed" for i in (1, 2)}
 
 
 def test_override_of_a_whole_module(small: nn.Module) -> None:
@@ -280,11 +301,11 @@ def test_later_overrides_win(small: nn.Module) -> None:
 
 
 def test_overrides_of_different_kinds_do_not_meet(small: nn.Module) -> None:
-    overrides = {"layer.*": "epsilon", "layer.1.*": "symmetric", nn.MaxPool2d: "winner", 3: "fold"}
+    overrides = {"layer.*": "epsilon", "layer.1.*": "signed", nn.MaxPool2d: "winner", 3: "fold"}
     after = changed(small, overrides)
     assert after == {
         **{f"layer.{i}.conv": "epsilon(1e-06)" for i in range(3)},
-        "layer.1.add": "symmetric",
+        "layer.1.add": "signed",
         "pool": "winner",
         "layer.2.bn": "folded into layer.2.conv",
     }

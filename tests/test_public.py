@@ -20,7 +20,7 @@ def test_public_names_are_as_recorded_or_in_the_changelog(now: dict[str, str]) -
 
 
 def test_the_listing_has_functions_methods_and_adapters(now: dict[str, str]) -> None:
-    assert "preset: 'str' = 'paper'" in now["relprop.explain"]
+    assert "preset: 'str' = 'relprop'" in now["relprop.explain"]
     assert now["relprop.Explanation.heatmap"] == "property"
     assert now["relprop.Explanation.load"].startswith("(cls, folder")
     assert "attribute_to_layer_input: 'bool' = False" in now["relprop.adapters.captum.LayerLRP.attribute"]

@@ -4,7 +4,7 @@ import csv
 import runpy
 from pathlib import Path
 
-from relprop.reproduction import birds
+from relprop.reproduction import birds, choice
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "results"
@@ -24,3 +24,10 @@ def test_the_page_of_the_birds_is_that_of_its_results() -> None:
     page = (RESULTS / "cub" / "README.md").read_text(encoding="utf-8")
     assert "| mean |" in page
     assert birds.refresh(page, RESULTS / "cub") == page
+
+
+def test_the_page_of_the_preset_is_that_of_its_results() -> None:
+    page = (ROOT / "docs" / "preset.md").read_text(encoding="utf-8")
+    assert "| relprop (beta 4) |" in page
+    assert "| `relprop` |" in page
+    assert choice.refresh(page, RESULTS / "preset") == page

@@ -42,7 +42,7 @@ app = typer.Typer(pretty_exceptions_enable=False, rich_markup_mode=None)
 
 # The names in plans.PRESETS and merges.NAMES, written out because those import torch; a test compares them.
 Preset = Literal[
-    "paper", "released", "mixture", "released-mixture", "epsilon", "epsilon-plus-flat", "epsilon-gamma-box"
+    "relprop", "paper", "released", "mixture", "released-mixture", "epsilon", "epsilon-plus-flat", "epsilon-gamma-box"
 ]
 Split = Literal["symmetric", "ratio", "signed", "main-only"]
 
@@ -56,7 +56,10 @@ Target = Annotated[str, typer.Option(help="The class to explain: predicted, an i
 PresetName = Annotated[Preset, typer.Option(help="Which rules to use; `relprop plan` shows what that means.")]
 SplitName = Annotated[Split | None, typer.Option(help="How sums part relevance.", show_default="the preset's")]
 IdentitySkips = Annotated[bool, typer.Option("--identity-skips/--no-identity-skips", help="Let those have a share.")]
-Start = Annotated[Literal["probability", "logit", "one"], typer.Option(help="What the target starts with.")]
+Start = Annotated[
+    Literal["probability", "contrast", "logit", "one"] | None,
+    typer.Option(help="What the target starts with.", show_default="the preset's own"),
+]
 BatchSize = Annotated[int, typer.Option(min=1, help="Images that are explained at once.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Write JSON to stdout, and everything else to stderr.")]
 
@@ -93,10 +96,10 @@ def explain(
     weights: Weights = "auto",
     classes: Classes = None,
     target: Target = "predicted",
-    preset: PresetName = "paper",
+    preset: PresetName = "relprop",
     split: SplitName = None,
     identity_skips: IdentitySkips = True,
-    start: Start = "probability",
+    start: Start = None,
     quantize: Annotated[bool, typer.Option(help="Show the quantised heatmap beside the raw one.")] = True,
     edges: Annotated[
         Literal["paper", "released"], typer.Option(help="Where Heat Quantization has its edges.")
@@ -154,7 +157,7 @@ def explain(
 def plan(
     model: ModelName = "resnet50",
     weights: Annotated[str, typer.Option(help="As for explain; a plan depends on the architecture alone.")] = "random",
-    preset: PresetName = "paper",
+    preset: PresetName = "relprop",
     split: SplitName = None,
     identity_skips: IdentitySkips = True,
     as_json: AsJson = False,
@@ -185,10 +188,10 @@ def check(
     weights: Weights = "auto",
     classes: Classes = None,
     target: Target = "predicted",
-    preset: PresetName = "paper",
+    preset: PresetName = "relprop",
     split: SplitName = None,
     identity_skips: IdentitySkips = True,
-    start: Start = "probability",
+    start: Start = None,
     tolerance: Annotated[float, typer.Option(min=0, help="The largest leak, relative, that is rounding.")] = 1e-5,
     max_absorbed: Annotated[
         float | None, typer.Option(min=0, help="The largest part of the start that biases, epsilons ... may keep.")

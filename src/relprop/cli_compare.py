@@ -37,7 +37,7 @@ def compare(
     classes: Annotated[Path | None, typer.Option(help="As for explain.")] = None,
     methods: Annotated[
         str, typer.Option(help="Names that `relprop methods` lists, with commas between.")
-    ] = "paper,released+hq-released,grad-cam,integrated-gradients,random",
+    ] = "relprop,released+hq-released,grad-cam,integrated-gradients,random",
     target: Annotated[
         str, typer.Option(help="The class to explain: predicted, an index, a synset or a name.")
     ] = "predicted",

@@ -44,6 +44,7 @@ def reproduce(
     relprop reproduce table2 --data imagenet/ --limit 10
     relprop reproduce all --data imagenet/ --limit 50 --out runs/reproduction
     relprop reproduce page --out results/imagenet --page docs/reproduction.md
+    relprop reproduce page --out results/preset --page docs/preset.md
     relprop reproduce table1 --dataset cub --data CUB_200_2011 --weights runs/cub --out runs/birds
     """
     from relprop import datasets
@@ -69,11 +70,12 @@ def reproduce(
 
 
 def _page(path: Path, out: Path, dataset: str) -> int:
-    from relprop.reproduction import birds, page
+    from relprop.reproduction import birds, choice, page
 
     if not path.is_file():
         raise RelpropError(f"There is no page {path}; pass one with blocks such as <!-- table1 --> as --page.")
-    refresh = birds.refresh if dataset == "cub" else page.refresh
+    ours = (out / choice.SEARCH).is_file()
+    refresh = choice.refresh if ours else birds.refresh if dataset == "cub" else page.refresh
     path.write_text(refresh(path.read_text(encoding="utf-8"), out), encoding="utf-8")
     return DONE
 

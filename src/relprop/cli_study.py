@@ -30,7 +30,7 @@ def evaluate(
     ],
     model: Annotated[str, typer.Option(help="As for explain.")] = "resnet50",
     weights: Annotated[str, typer.Option(help="As for explain.")] = "auto",
-    methods: Annotated[str, typer.Option(help="Names that `relprop methods` lists, with commas between.")] = "paper",
+    methods: Annotated[str, typer.Option(help="Names that `relprop methods` lists, with commas between.")] = "relprop",
     metrics: Annotated[
         str, typer.Option(help="Names that `relprop metrics` lists, with commas between.")
     ] = "insertion-deletion",

@@ -30,7 +30,7 @@ Progress: TypeAlias = Callable[[float, str], None]
 PROTOCOLS: Mapping[str, str] = {"otsuki2024": "published", "tie-safe": "tie-safe"}
 """How insertion and deletion are measured, and what that is called beside a picture."""
 
-METHODS = ("paper", "released+hq-released", "grad-cam", "integrated-gradients", "random")
+METHODS = ("relprop", "released+hq-released", "grad-cam", "integrated-gradients", "random")
 
 
 @dataclass(frozen=True, eq=False)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from relprop import tents
 from relprop.kernels import Packed, packable
 from relprop.maps import LinearMap, Transform
 from relprop.precision import multiplied
@@ -186,6 +187,9 @@ class Convolution(LinearMap):
         even = self._transpose(per_group, self._window, (self.groups, *shape[1:]), self.groups)
         inputs = shape[0] // self.groups
         return even.expand(-1, inputs, *shape[1:]) if self.groups == 1 else even.repeat_interleave(inputs, 1)
+
+    def evened(self, r: Tensor) -> Tensor:
+        return tents.evened(r, self.stride)
 
     def fan(self, shape: Sequence[int]) -> Tensor:
         ones = self.weight.new_ones((1, self.groups, *shape[1:]))

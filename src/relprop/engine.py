@@ -66,7 +66,7 @@ def plan(
     model: Any,
     x: Any = None,
     *,
-    preset: str = "paper",
+    preset: str = "relprop",
     split: str | Split | Shares | None = None,
     identity_skips: bool = True,
     overrides: Mapping[Any, Override] | None = None,
@@ -107,7 +107,7 @@ def explain(
     x: Any,
     target: int | Sequence[int] | Tensor | None = None,
     *,
-    preset: str = "paper",
+    preset: str = "relprop",
     split: str | Split | Shares | None = None,
     identity_skips: bool = True,
     overrides: Mapping[Any, Override] | None = None,
@@ -132,12 +132,13 @@ def explain(
         split: As there.
         identity_skips: As there.
         overrides: As there.
-        start: What the target starts with: ``"probability"`` (the default), ``"logit"``, ``"one"``, a tensor shaped
-            like the target, or one shaped like the output for a start at every class, which may also be a function of
-            the output. Where the output is a map, a
-            target starts at all pixels that are predicted to be of its class (at all there are, if none is), and a
-            tensor shaped like the output at a set of the user's own. At a layer: ``"value"`` (the default) or ``"one"``
-            at all places of a channel, or a tensor shaped like the layer's output for any neuron or region.
+        start: What the target starts with: ``"probability"`` (the default of most presets), ``"contrast"`` (that,
+            and what sets the class against the others, which sums to zero; the default of ``"relprop"``), ``"logit"``,
+            ``"one"``, a tensor shaped like the target, or one shaped like the output for a start at every class, which
+            may also be a function of the output. Where the output is a map, a target starts at all pixels that are
+            predicted to be of its class (at all there are, if none is), and a tensor shaped like the output at a set of
+            the user's own. At a layer: ``"value"`` (the default) or ``"one"`` at all places of a channel, or a tensor
+            shaped like the layer's output for any neuron or region.
         layer: Name of a module, or of a node as ``print(plan)`` shows it, at whose output to start instead of the
             model's; ``"name#1"`` means its second call.
         output: Which of the tensors that the model returns to explain: a key or a position. Not needed for one that
@@ -165,6 +166,8 @@ def explain(
             key, sweep = _sweep(known, preset, split, identity_skips, overrides, requests.pixels(model), layer)
             xs = _widened(given)
             shapes = _shapes(known, key, sweep, xs)
+            if start is None and layer is None and len(shapes[-1]) == 2:
+                start = plans.PRESETS[preset].start
             place = _place(sweep.plan, shapes[-1], target, start)
             targets = requests.targets(target, place.shape, place.what)
             wanted = requests.layers(layers, sweep.plan.graph)

@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from relprop import tents
+
 Transform = Callable[[Tensor], Tensor]
 """An elementwise change of weights, such as their positive part."""
 
@@ -75,6 +77,10 @@ class LinearMap(ABC):
     def spread(self, s: Tensor, shape: Sequence[int]) -> Tensor:
         """Gives each output's ``s_j`` to every input it really has, ``sum_j s_j`` over the ``j`` that see ``i``."""
         return self.transpose(s, torch.ones_like(self.weight), shape)
+
+    def evened(self, r: Tensor) -> Tensor:
+        """Relevance of inputs, ``(T, B, ...)``, without the grain that uneven visits leave; here all are alike."""
+        return r
 
     def fan(self, shape: Sequence[int]) -> Tensor:
         """Counts the real inputs of every output unit, for inputs of ``shape``; a batch of one."""
@@ -150,6 +156,9 @@ class Window(LinearMap):
             )[0]
             return back
         return self._contract(s * weight, [m.T for m in self._members])
+
+    def evened(self, r: Tensor) -> Tensor:
+        return tents.evened(r, self._sliding[1]) if self._sliding and r.ndim == 5 else r
 
     def _contract(self, x: Tensor, matrices: Sequence[Tensor]) -> Tensor:
         # Channels last: each axis is then one batched matrix product over whole rows of channels.

@@ -17,14 +17,15 @@ from torch import nn
 
 from relprop import concepts, merges, rules
 from relprop.attention import Matrices
+from relprop.convolution import Convolution
 from relprop.errors import RelpropError
 from relprop.gates import Product
 from relprop.graph import Graph, Node
-from relprop.mapped import BatchNorm, Mapped
-from relprop.merges import RATIO, SIGNED, Shares, Split
+from relprop.mapped import BatchNorm, Linear, Mapped
+from relprop.merges import RATIO, SIGNED, SYMMETRIC, Shares, Split
 from relprop.norms import Norm
 from relprop.operators import Constant, MaxPool, Operator, Scalar, Sum, Unknown
-from relprop.rules import Rule, epsilon, flat, gamma, wplus, zbox, zplus
+from relprop.rules import Rule, alpha_beta, epsilon, evened, flat, gamma, wplus, zbox, zplus
 from relprop.transforms import same
 
 
@@ -89,6 +90,10 @@ class Preset:
         split: Split at merges.
         upper: Rule for linear maps in the upper half of the blocks and the head; None for the same as below.
         upper_norm: What becomes of batch norms there.
+        lower_split: Split at merges in the lower half; None for the same as above.
+        head: Rule for the last linear map with weights, which makes the outputs; None for the same as below.
+        even: Whether strided convolutions even out what they hand on (:mod:`relprop.tents`); of pools, the rule says.
+        start: What the classes of an output start with, unless told; None for the probability.
     """
 
     conv: Rule
@@ -100,6 +105,10 @@ class Preset:
     split: Split
     upper: Rule | None = None
     upper_norm: str = FOLD
+    lower_split: Split | None = None
+    head: Rule | None = None
+    even: bool = False
+    start: str | None = None
 
 
 _MIXED = epsilon(0.01, relative=True)
@@ -109,6 +118,19 @@ _ZENNIT = epsilon(1e-6)
 _NORM = epsilon(1e-6, bias=False)
 
 PRESETS: dict[str, Preset] = {
+    "relprop": Preset(
+        zplus(),
+        zplus(),
+        zplus(),
+        wplus(),
+        Pooling("average", evened(zplus())),
+        PASS,
+        RATIO,
+        lower_split=SYMMETRIC,
+        head=alpha_beta(3, 2),
+        even=True,
+        start="contrast",
+    ),
     "paper": Preset(zplus(), zplus(), zplus(), wplus(), POOLINGS["average"], PASS, RATIO),
     "released": Preset(_RELEASED, _RELEASED, _RELEASED, wplus(1e-5), POOLINGS["average-2x2"], PASS, RATIO),
     "mixture": Preset(zplus(), zplus(), zplus(), wplus(), POOLINGS["average"], PASS, RATIO, upper=_MIXED),
@@ -127,7 +149,7 @@ PRESETS: dict[str, Preset] = {
     "epsilon-plus-flat": Preset(zplus(1e-6, bias=True), _ZENNIT, _NORM, flat(1e-6), WINNER, FOLD, RATIO),
     "epsilon-gamma-box": Preset(gamma(0.25), _ZENNIT, _NORM, zbox(epsilon=1e-6), WINNER, FOLD, RATIO),
 }
-"""The paper's, the released code's, the appendix' mixture twice, conventional LRP, and zennit's composites."""
+"""Ours, the paper's, the released code's, the appendix' mixture twice, conventional LRP, and zennit's composites."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -203,7 +225,7 @@ class Plan:
 
 def make(
     graph: Graph,
-    preset: str = "paper",
+    preset: str = "relprop",
     split: str | Split | Shares | None = None,
     identity_skips: bool = True,
     overrides: Mapping[Any, Override] | None = None,
@@ -229,11 +251,16 @@ def make(
     if preset not in PRESETS:
         msg = f"There is no preset {preset!r}; there are {', '.join(PRESETS)}."
         raise RelpropError(msg)
-    chosen = merges.split(split) if split is not None else PRESETS[preset].split
     table = PRESETS[preset]
+    if split is not None:
+        table = replace(table, split=merges.split(split), lower_split=None)
     if pixels is not None and table.first.name.startswith("zB"):
         table = replace(table, first=zbox(*pixels, epsilon=table.first.epsilon))
-    treatments = [_treat(node, table, chosen, _upper(graph, node)) for node in graph]
+    head = max((i for i, node in enumerate(graph) if _weighted(node)), default=None)
+    treatments = [
+        _treat(node, table, upper=_upper(graph, node), head=i == head and not node.first)
+        for i, node in enumerate(graph)
+    ]
     for key, value in (overrides or {}).items():
         _override(graph, treatments, key, _named(value))
     if layer is not None:
@@ -249,7 +276,11 @@ def make(
                 f"overrides={{{node.name!r}: 'pass'}}."
             )
             raise RelpropError(msg)
-    settings = {"preset": preset, "split": str(chosen), "identity_skips": identity_skips}
+    settings: dict[str, Any] = {
+        "preset": preset,
+        "split": None if table.lower_split else str(table.split),
+        "identity_skips": identity_skips,
+    }
     if overrides:
         settings["overrides"] = {getattr(k, "__name__", str(k)): str(_named(v)) for k, v in overrides.items()}
     if layer is not None:
@@ -265,25 +296,37 @@ def _upper(graph: Graph, node: Node) -> bool:
     """Whether a node lies in the upper half: by blocks, or, in a net without any, by convolutions and matrices."""
     if graph.merges:
         return 2 * node.after >= graph.merges
-    maps = [n for n in graph if isinstance(n.operator, Mapped) and n.operator.weighted]
+    maps = [n for n in graph if _weighted(n)]
     return node in maps[len(maps) // 2 :] or (bool(maps) and graph.nodes.index(node) > graph.nodes.index(maps[-1]))
 
 
-def _treat(node: Node, preset: Preset, split: Split, upper: bool) -> Treatment:
+def _weighted(node: Node) -> bool:
+    return isinstance(node.operator, Mapped) and node.operator.weighted
+
+
+def _treat(node: Node, preset: Preset, *, upper: bool, head: bool) -> Treatment:
     op = node.operator
-    rule = preset.upper if upper else None
+    rule = (preset.head if head else None) or (preset.upper if upper else None)
     if node.first:
-        return preset.first
+        return _evened(op, preset.first) if preset.even else preset.first
     if isinstance(op, BatchNorm | Norm):
         norm = preset.upper_norm if rule else preset.norm
         return _unfolded(node, rule or _ZENNIT) if norm == FOLD else PASS
     if isinstance(op, Mapped):
         if not op.weighted and not isinstance(op, Matrices):
             return rule or preset.average
-        return rule or (preset.conv if op.label.startswith("conv") else preset.dense)
-    if isinstance(op, MaxPool):
-        return preset.pool
-    return split if isinstance(op, Sum) and op.parts > 1 else None
+        rule = rule or (preset.conv if op.label.startswith("conv") else preset.dense)
+        return _evened(op, rule) if preset.even else rule
+    if isinstance(op, Sum) and op.parts > 1:
+        lower = preset.lower_split if node.merge is not None and not upper else None
+        return lower or preset.split
+    return preset.pool if isinstance(op, MaxPool) else None
+
+
+def _evened(op: Operator, rule: Rule) -> Rule:
+    """The rule; of a strided convolution, with what it hands on evened out."""
+    linear = op.linear if isinstance(op, Linear) else None
+    return evened(rule) if isinstance(linear, Convolution) and max(linear.stride) > 1 else rule
 
 
 def _unfolded(node: Node, rule: Rule) -> Treatment:

@@ -31,6 +31,10 @@ HALVES = (torch.float16, torch.bfloat16)
 OUTPUT = ":output"
 """Behind a module's name among the layers whose relevance is kept: that of its output, not of its input."""
 
+CONTRAST = "contrast"
+BETA = 4.0
+"""The start that sets a class against the others, and how much so."""
+
 Beginning = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 """From output and targets to the relevance to start with, ``(T, B, classes)``, and its unit, ``(T, B)``."""
 
@@ -290,8 +294,8 @@ def start(value: Any, target: Tensor | None, output: Sequence[int], layer: str |
     """How the sweep begins: with one at each target, scaled afterwards, so that tiny probabilities do not underflow.
 
     Args:
-        value: What the user asked for; None for the class' probability, or the values of a hidden layer. A function
-            gets the output and gives a start at every class.
+        value: What was asked for; None for the class' probability, or the values of a hidden layer. A function gets
+            the output and gives a start at every class.
         target: The targets.
         output: The shape of the output.
         layer: The hidden layer at which it begins, if any.
@@ -305,13 +309,16 @@ def start(value: Any, target: Tensor | None, output: Sequence[int], layer: str |
         "one": lambda y: torch.ones_like(y).double(),
     }
     if not hidden:
-        kinds = {"probability": lambda y: y.double().softmax(1), **kinds}
+        kinds = {"probability": _probabilities, **kinds}
+    if not hidden and len(output) == 2:
+        kinds[CONTRAST] = _probabilities
     if value is None:
         value = next(iter(kinds))
     if isinstance(value, str) and value in kinds:
         if len(output) > 2:
             return lambda y, t: _at_places(t, y, kinds[value](y), everywhere=hidden)
-        return lambda y, t: _at(t, y, kinds[value](y).gather(1, t if t.ndim == 2 else t[:, None]).T)
+        begin = _contrasted if value == CONTRAST else _at
+        return lambda y, t: begin(t, y, kinds[value](y).gather(1, t if t.ndim == 2 else t[:, None]).T)
     if callable(value) and target is None:
         return lambda y, _: _everywhere(_computed(value, y).double(), y)
     if callable(value):
@@ -347,11 +354,25 @@ def _computed(function: Callable[[Tensor], Any], output: Tensor) -> Tensor:
     return value.detach().to(output.device)
 
 
+def _probabilities(output: Tensor) -> Tensor:
+    return output.double().softmax(1)
+
+
 def _at(target: Tensor, output: Tensor, amounts: Tensor) -> tuple[Tensor, Tensor]:
     """One at each target, and the amounts as its unit."""
     per_target = target.T if target.ndim == 2 else target[None]
     one = torch.zeros((*per_target.shape, output.shape[1]), dtype=output.dtype, device=output.device)
     return one.scatter_(2, per_target[..., None], 1.0), amounts
+
+
+def _contrasted(target: Tensor, output: Tensor, amounts: Tensor) -> tuple[Tensor, Tensor]:
+    """One at each target and, on top of it, what sets it against the others; the sum is still one.
+
+    ``R_k = p_c (d_kc + beta (d_kc - p_k))``, where ``d_kc - p_k`` is the gradient of ``log p_c`` by the logits and sums
+    to zero: the more probable another class is, the more of what speaks for it is taken away.
+    """
+    one, amounts = _at(target, output, amounts)
+    return one + BETA * (one - _probabilities(output).to(one.dtype)), amounts
 
 
 def _everywhere(value: Tensor, output: Tensor) -> tuple[Tensor, Tensor]:

@@ -93,6 +93,7 @@ class Rule:
         relative: Whether epsilon counts in units of the root mean square of the sample's outputs.
         unsigned: Whether epsilon is added as it is, instead of with the denominator's sign.
         keeps_sign: Whether relevance that is nowhere negative stays so.
+        even: Whether what is handed to inputs that a stride visits unevenly is evened out among them.
     """
 
     name: str
@@ -101,6 +102,7 @@ class Rule:
     relative: bool = False
     unsigned: bool = False
     keeps_sign: bool = True
+    even: bool = False
 
     def __str__(self) -> str:
         """The name."""
@@ -168,7 +170,7 @@ class Rule:
                 result = c if result is None else result + c
             if even is not None and result is not None:
                 result = result + even if 0 in result.stride() else result.add_(even)
-        return Handed((result,), absorbed)
+        return Handed((linear.evened(result) if self.even and result is not None else result,), absorbed)
 
     def _stabilise(self, r: Tensor, z: Tensor, bias: Tensor | None, absorbed: dict[str, Tensor]) -> Tensor:
         """Divides by ``z + eps sign(z)``, with the bias in ``z``, and names what the two take."""
@@ -310,6 +312,11 @@ def alpha_beta(alpha: float = 2.0, beta: float = 1.0, epsilon: float | None = No
     rule = _excitation(f"alpha{alpha:g}beta{beta:g}", Part(_EXCITE, share=alpha), epsilon, bias)
     against = Part(_INHIBIT, share=-beta, bias=negative if bias else None)
     return replace(rule, parts=(*rule.parts, against), keeps_sign=False)
+
+
+def evened(rule: Rule) -> Rule:
+    """The same, with relevance evened out over the steps of a strided convolution; see :mod:`relprop.tents`."""
+    return replace(rule, name=f"{rule.name}, evened", even=True)
 
 
 def _excitation(name: str, part: Part, epsilon: float | None, bias: bool) -> Rule:

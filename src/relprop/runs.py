@@ -42,7 +42,7 @@ class Run:
     classes: Path | None
     target: str
     how: dict[str, Any]
-    start: str
+    start: str | None
     batch_size: int
     strict: bool = False
     failures: list[dict[str, str]] = field(default_factory=list)

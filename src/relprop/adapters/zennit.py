@@ -43,7 +43,7 @@ class Attributor:
         RelpropError: If the composite is not a preset's name.
     """
 
-    def __init__(self, model: Any, composite: str = "paper", attr_output: Start = None, **options: Any) -> None:
+    def __init__(self, model: Any, composite: str = "relprop", attr_output: Start = None, **options: Any) -> None:
         if not isinstance(composite, str):
             msg = (
                 f"The composite is a {type(composite).__name__}, which cannot be read; pass a preset's name, such as "

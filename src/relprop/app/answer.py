@@ -31,15 +31,15 @@ class Question:
         preset: Which rules to use.
         split: How sums part relevance; None for the preset's way.
         identity_skips: Whether those have a share.
-        start: What the target starts with.
+        start: What the target starts with; None for what the preset says.
     """
 
     target: int | str | None = None
     contrast: int | str | None = None
-    preset: str = "paper"
+    preset: str = "relprop"
     split: str | None = None
     identity_skips: bool = True
-    start: str = "probability"
+    start: str | None = None
 
     @property
     def how(self) -> dict[str, Any]:
@@ -103,7 +103,13 @@ def answer(model: Model, picture: Image, name: str, question: Question) -> Answe
     layers = _layers(plan, model)
     target, against = (None if c is None else model.find_class(c) for c in (question.target, question.contrast))
     whole = relprop.explain(model, x, target, **question.how, start=question.start, layers=layers)
-    about = {"model": model.name, "weights": _public(model), **question.how, "start": question.start, "image": name}
+    about = {
+        "model": model.name,
+        "weights": _public(model),
+        **question.how,
+        "start": whole.settings["start"],
+        "image": name,
+    }
     kept = {module: whole.relevance_at(module)[0] for module in reversed(layers)}
     stops = [Stop(f"the input of {module}", r.sum(0)) for module, r in kept.items() if r.ndim == 3 and r[0].numel() > 1]
     e = replace(whole, layers={}, settings={**about, **whole.settings})

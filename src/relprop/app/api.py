@@ -135,12 +135,13 @@ def api(desk: Desk) -> FastAPI:
         target: Annotated[
             str | None, Form(description="The class: an index, a synset or a name; by default the predicted one.")
         ] = None,
-        preset: Annotated[Preset, Form(description="Which rules to use.")] = "paper",
+        preset: Annotated[Preset, Form(description="Which rules to use.")] = "relprop",
         split: Annotated[Split | None, Form(description="How sums part relevance; by default the preset's.")] = None,
         identity_skips: Annotated[bool, Form(description="Whether identity skips have a share.")] = True,
         start: Annotated[
-            Literal["probability", "logit", "one"], Form(description="What the target starts with.")
-        ] = "probability",
+            Literal["probability", "contrast", "logit", "one"] | None,
+            Form(description="What the target starts with; by default the preset's own."),
+        ] = None,
         levels: Annotated[int, Form(ge=2, le=256, description="Levels of the quantised pictures.")] = 8,
     ) -> Explained:
         """Explains an image: classes, how well the relevance adds up, how it was parted, and pictures."""

@@ -23,7 +23,7 @@ from relprop.errors import RelpropError
 
 __all__ = ["CompareTab"]
 
-_FIRST = ["paper", "grad-cam", "random"]
+_FIRST = ["relprop", "grad-cam", "random"]
 _QUANTISED = ["paper+hq", "released+hq-released"]
 _QUICK, _PUBLISHED = "quick (11 points a curve)", "as published (101 points, slow)"
 _EVERY = 0.3  # seconds between two looks at how far a comparison is

@@ -78,7 +78,7 @@ class _Page:
                 self.model = gr.Dropdown(list(offers), value=name, label="Model", elem_id="model")
                 self.weights = gr.Dropdown(list(offers[name]), value=weights, label="Weights", elem_id="weights")
                 with gr.Accordion("Rules", open=False):
-                    self.preset = gr.Dropdown(list(get_args(Preset)), value="paper", label="Preset", elem_id="preset")
+                    self.preset = gr.Dropdown(list(get_args(Preset)), value="relprop", label="Preset", elem_id="preset")
                     splits = [_OWN_SPLIT, *get_args(Split)]
                     self.split = gr.Dropdown(splits, value=_OWN_SPLIT, label="How sums part relevance", elem_id="split")
                     self.skips = gr.Checkbox(True, label="Identity skips have a share", elem_id="skips")

@@ -17,6 +17,7 @@ _BACH = "Bach et al., 2015, On Pixel-Wise Explanations for Non-Linear Classifier
 _MONTAVON = "Montavon et al., 2019, Layer-Wise Relevance Propagation: An Overview; as in zennit, Anders et al., 2021"
 
 _LAWS = {
+    "relprop": "sums to the probability, exactly",
     "paper": "sums to the probability, exactly",
     "released": "sums to the probability but for what 1e-5 in each denominator and dead pooling windows take",
     "mixture": "sums to the probability but for what epsilon and biases of the upper half take",
@@ -26,6 +27,7 @@ _LAWS = {
     "epsilon-gamma-box": "sums to the probability but for what epsilon and biases take",
 }
 _CITATIONS = {
+    "relprop": "docs/preset.md; after " + _OTSUKI,
     "epsilon": _BACH,
     "epsilon-plus-flat": _MONTAVON,
     "epsilon-gamma-box": _MONTAVON,
@@ -49,7 +51,7 @@ def _run(
     split: Any = None,
     identity_skips: bool = True,
     overrides: Mapping[Any, Any] | None = None,
-    start: str = "probability",
+    start: str | None = None,
 ) -> Tensor:
     relevance: Tensor = explain(
         model,

@@ -59,7 +59,7 @@ class Study:
 def evaluate(
     model: Any,
     data: Dataset | Stream | str | os.PathLike[str],
-    methods: Sequence[str | Method] = ("paper",),  # noqa: A002, RUF100 - the contract's name
+    methods: Sequence[str | Method] = ("relprop",),  # noqa: A002, RUF100 - the contract's name
     metrics: Sequence[str] = ("insertion-deletion",),
     *,
     protocol: str = "tie-safe",

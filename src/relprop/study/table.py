@@ -30,7 +30,7 @@ class Estimate:
 
     Attributes:
         mean: The mean.
-        low: Lower end of its 95 % interval.
+        low: Lower end of its interval.
         high: Upper end.
         n: Number of images.
     """
@@ -41,13 +41,13 @@ class Estimate:
     n: int
 
 
-def estimate(values: Sequence[float], seed: int = 0) -> Estimate:
-    """Mean and 95 % bootstrap interval (percentiles of resampled means; Efron and Tibshirani, 1993)."""
+def estimate(values: Sequence[float], seed: int = 0, level: float = 0.95) -> Estimate:
+    """Mean and bootstrap interval (percentiles of resampled means; Efron and Tibshirani, 1993)."""
     data: NDArray[np.float64] = np.asarray(values, dtype=np.float64)
     draw, step = np.random.default_rng(seed), max(1, _AT_ONCE // len(data))
     sizes = [min(step, RESAMPLES - i) for i in range(0, RESAMPLES, step)]  # all at once would be gigabytes
     means = np.concatenate([data[draw.integers(0, len(data), (size, len(data)))].mean(1) for size in sizes])
-    low, high = np.percentile(means, [2.5, 97.5])
+    low, high = np.quantile(means, [(1 - level) / 2, (1 + level) / 2])
     return Estimate(float(data.mean()), float(low), float(high), len(data))
 
 

@@ -1,0 +1,99 @@
+"""The choice of our own preset: what was screened, on which images, and how it did on others."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+
+from relprop.errors import RelpropError
+from relprop.reproduction.page import written
+from relprop.reproduction.tables import markdown
+from relprop.study import estimate, read
+from relprop.study.table import Estimate
+
+__all__ = ["SEARCH", "held_out", "refresh", "screened"]
+
+SEARCH = "search.csv"
+OURS, RIVAL = "relprop", "grad-cam"
+_SCREENED_RIVAL = "Grad-CAM"
+_INSERTION = ("insertion", "deletion", "score")
+_OTHERS = ("pointing-game", "energy-pointing", "rank-accuracy", "class-sensitivity")
+
+Column = Mapping[str, float]
+"""A number of each image."""
+
+
+def refresh(text: str, folder: Path) -> str:
+    """A page with its blocks written anew: the search, and each study of other images by its folder's name."""
+    blocks: dict[str, Callable[[], str]] = {"search": lambda: screened(folder / SEARCH)}
+    studies = sorted(path.parent for path in folder.glob("*/rows.parquet"))
+    return written(text, {**blocks, **{study.name: partial(held_out, study) for study in studies}})
+
+
+def screened(path: Path) -> str:
+    """Every variant that was screened, the best first: ID on each network, less Grad-CAM's on the same images."""
+    found: dict[tuple[str, str], dict[str, float]] = {}
+    with path.open(newline="", encoding="utf-8") as file:
+        for row in csv.DictReader(file):
+            scores = found.setdefault((row["variant"], row["network"]), {})
+            scores[row["image"]] = float(row["insertion"]) - float(row["deletion"])
+    networks = sorted({network for _, network in found}, reverse=True)
+    body = []
+    for variant in {variant for variant, _ in found}:
+        cells, best = [variant], 0.0
+        for network in networks:
+            mine, theirs = found.get((variant, network), {}), found[_SCREENED_RIVAL, network]
+            mean = sum(mine.values()) / len(mine) if mine else 0.0
+            best = best or mean
+            less = estimate(_paired(mine, theirs)) if mine and variant != _SCREENED_RIVAL else None
+            cells += [f"{mean:.3f}" if mine else "", _signed(less), str(len(mine) or "")]
+        body.append((best, cells))
+    head = ["", *(text for network in networks for text in (f"{network}: ID", f"less {_SCREENED_RIVAL}'s", "n"))]
+    return markdown([head, *(cells for _, cells in sorted(body, reverse=True))])
+
+
+def held_out(folder: Path) -> str:
+    """Each method's numbers, and by how much ours differs, image by image.
+
+    Intervals of differences are simultaneous: 95 % for all methods together, by Bonferroni's correction.
+    """
+    columns: dict[tuple[str, str], dict[str, float]] = {}
+    for row in read(folder):
+        for name, value in row.values.items():
+            columns.setdefault((row.method, name), {})[row.image] = value
+    methods = list(dict.fromkeys(method for method, _ in columns))
+    if OURS not in methods:
+        raise RelpropError(f"The study in {folder} has no rows of {OURS}.")
+    rivals = [method for method in methods if method != OURS]
+    level = 1 - 0.05 / max(1, len(rivals))
+
+    def less(method: str, name: str) -> Estimate | None:
+        pairs = _paired(columns.get((OURS, name), {}), columns.get((method, name), {}))
+        return estimate(pairs, level=level) if pairs and method != OURS else None
+
+    scores = [["", "Ins", "Del", "ID", "ID of ours less its own", "n"]]
+    others = [["", *(text for name in _OTHERS for text in (name, "ours less its own")), "n"]]
+    for method in [OURS, *sorted(rivals, key=lambda m: -_mean(columns.get((m, "score"), {})))]:
+        count = str(len(columns.get((method, "score"), {})))
+        means = [f"{_mean(columns[method, name]):.3f}" for name in _INSERTION]
+        scores.append([f"`{method}`", *means, _signed(less(method, "score")), count])
+        cells = [f"`{method}`"]
+        for name in _OTHERS:
+            there = columns.get((method, name), {})
+            cells += [f"{_mean(there):.3f}" if there else "", _signed(less(method, name))]
+        others.append([*cells, count])
+    return f"{markdown(scores)}\n\n{markdown(others)}"
+
+
+def _paired(mine: Column, theirs: Column) -> list[float]:
+    return [mine[image] - theirs[image] for image in sorted(mine.keys() & theirs.keys())]
+
+
+def _mean(column: Column) -> float:
+    return sum(column.values()) / len(column) if column else 0.0
+
+
+def _signed(value: Estimate | None) -> str:
+    return "" if value is None else f"{value.mean:+.3f} [{value.low:+.3f}, {value.high:+.3f}]"
