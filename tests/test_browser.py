@@ -85,7 +85,7 @@ def test_a_visit(tmp_path: Path) -> None:
         assert painted(page, "#view") == "0 1 0.9 auto"
         first = pixels(page, "#view")
         shown = np.frombuffer(first, np.uint8).reshape(448, 448, 4)[::2, ::2, :3]
-        assert (shown == colorize(heatmap, "viridis", limit=limit(heatmap))).all()
+        assert (shown == colorize(heatmap, "RdBu_r", limit=limit(heatmap))).all()
         assert unseen(page) == []
         expect(page.locator("#headline")).to_contain_text("one part in")
 
@@ -94,9 +94,9 @@ def test_a_visit(tmp_path: Path) -> None:
         assert painted(page, "#view") == "0 4 0.9 auto"
         shown = np.frombuffer(pixels(page, "#view"), np.uint8).reshape(448, 448, 4)[::2, ::2, :3]
         quantized = heat_quantization(heatmap, 4)
-        assert (shown == colorize(quantized, "viridis", limit=limit(heatmap))).all()
+        assert (shown == colorize(quantized, "RdBu_r", limit=limit(heatmap))).all()
         assert pixels(page, "#view") != first
-        page.locator("#view .rp-colours").select_option("inferno")
+        page.locator("#view .rp-colours").select_option("RdBu_r")
         large = crop.resize((448, 448), Image.Resampling.BICUBIC)
         over = np.frombuffer(pixels(page, "#view", 1), np.uint8).reshape(448, 448, 4)[..., :3].astype(int)
         assert (
@@ -141,7 +141,7 @@ def test_a_visit(tmp_path: Path) -> None:
         page.locator("#start").click()
         expect(page.locator("#progress progress")).to_be_visible()
         expect(page.locator("#progress .rp-done")).to_be_visible()
-        expect(page.locator("#grid .rp-card h3")).to_have_text(["paper", "grad-cam", "random"])
+        expect(page.locator("#grid .rp-card h3")).to_have_text(["relprop", "grad-cam", "random"])
         expect(page.locator("#grid .rp-card").first.locator("td")).to_have_count(6)
         assert unseen(page) == []
         page.locator("#points label", has_text="as published").click()

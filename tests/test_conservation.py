@@ -136,7 +136,7 @@ def test_other_conserving_configurations(
 def test_exact_alpha2beta1_conserves_at_every_node(resnet18: dict[torch.dtype, nn.Module], dtype: torch.dtype) -> None:
     """It doubles relevance of both signs at each layer, so only the nodes can be asked for rounding errors of one."""
     x = torch.cat([sample(kind, (3, 64, 64), dtype) for kind in KINDS])
-    e = relprop.explain(resnet18[dtype], x, overrides={"*": rules.alpha_beta(2, 1)}, strict=True)
+    e = relprop.explain(resnet18[dtype], x, preset="paper", overrides={"*": rules.alpha_beta(2, 1)}, strict=True)
     assert e.relevance.min() < 0
     assert e.ledger.max_leak <= TOLERANCE[dtype]
     assert e.ledger.absorbed_by_cause == {}

@@ -89,7 +89,7 @@ def _exactly(net: nn.Module, x: Tensor, paper: bool) -> tuple[Tensor, Tensor]:
     """Relevance of the first class' neighbour from its logit, with no stabiliser to speak of, and the output."""
     graph = relprop.plan(net, x).graph
     if paper:
-        options = {"overrides": {node.name: "z+" for node in graph if node.first}}
+        options = {"preset": "paper", "overrides": {node.name: "z+" for node in graph if node.first}}
     else:
         norms = [n.name for n in graph if isinstance(n.operator, Norm | BatchNorm) and n.folds is None]
         options = {"preset": "epsilon", "split": replace(SIGNED, epsilon=1e-14)}
