@@ -35,8 +35,7 @@ QUICK = Settings({1: 1, 8: 1}, side=32, warmup=0)
 
 
 def ours(model: nn.Module, **ask: Any) -> Run:
-    """A preset of relprop's, the paper's unless told, with its ledger as always."""
-    ask = {"preset": "paper", **ask}
+    """A preset of relprop's, with its ledger as always."""
     return lambda x, target: relprop.explain(model, x, target=target, **ask)
 
 

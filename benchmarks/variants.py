@@ -18,7 +18,7 @@ from torch import Tensor, nn
 import relprop
 from relprop.merges import SYMMETRIC
 from relprop.methods import Method
-from relprop.plans import POOLINGS, PRESETS, WINNER
+from relprop.presets import POOLINGS, PRESETS, WINNER
 from relprop.rules import alpha_beta, epsilon, flat, gamma, zbox, zplus
 
 CHANGES: dict[str, dict[str, Any]] = {

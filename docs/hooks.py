@@ -104,7 +104,7 @@ def cli() -> str:
 
 def presets() -> str:
     """Every preset, with all that it decides."""
-    from relprop.plans import PRESETS
+    from relprop.presets import PRESETS
 
     head = ["preset", "convolutions", "matrices", "averages", "first layer", "max pool", "norms", "upper half", "sums"]
     head += ["sums of the lower half", "head", "strides", "start"]
@@ -135,15 +135,16 @@ def metrics() -> str:
 
 def overrides() -> str:
     """Every word that an override may be."""
-    from relprop import merges, plans, rules
+    from relprop import merges, rules
+    from relprop import presets as words
 
     rows = [
         ("convolutions, matrices, averages", rules.NAMES),
         ("sums", merges.NAMES),
-        ("max pools", plans.POOLINGS),
-        ("batch, layer, group and instance norms", (plans.PASS, plans.FOLD)),
-        ("products", (plans.HALVES,)),
-        ("operators that have no rule", (plans.PASS,)),
+        ("max pools", words.POOLINGS),
+        ("batch, layer, group and instance norms", (words.PASS, words.FOLD)),
+        ("products", (words.HALVES,)),
+        ("operators that have no rule", (words.PASS,)),
     ]
     return table(["what stands there", "what may be said"], ([a, ", ".join(f"`{w}`" for w in b)] for a, b in rows))
 

@@ -21,7 +21,7 @@ from PIL import Image
 from safetensors.torch import save_file
 
 import relprop
-from relprop import cli, images, merges, plans
+from relprop import cli, images, merges, presets
 from relprop.figure import FILES, shares
 
 COMMAND = Path(sys.executable).with_name("relprop")
@@ -216,7 +216,7 @@ def test_a_second_run_does_not_explain_the_results_of_the_first(run: Run, tmp_pa
 
 
 def test_the_names_in_the_help_are_those_of_the_engine() -> None:
-    assert get_args(cli.Preset) == tuple(plans.PRESETS)
+    assert get_args(cli.Preset) == tuple(presets.PRESETS)
     assert set(get_args(cli.Split)) == set(merges.NAMES)
 
 

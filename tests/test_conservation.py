@@ -30,6 +30,7 @@ SIZES = {
     "alexnet": 64,
 }
 KINDS = ("noise", "zeros", "constant", "one lit pixel", "values of 1e4", "values of 1e-20")
+EXACT = ("relprop", "paper")
 MakeModel = Callable[..., nn.Module]
 
 
@@ -66,23 +67,25 @@ def assert_conserves(e: relprop.Explanation, named: tuple[str, ...] = ()) -> Non
     assert off.max() <= tolerance, off
 
 
+@pytest.mark.parametrize("preset", EXACT)
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize("name", SIZES)
-def test_paper_loses_nothing(torchvision_model: MakeModel, name: str, dtype: torch.dtype) -> None:
+def test_nothing_is_lost(torchvision_model: MakeModel, name: str, dtype: torch.dtype, preset: str) -> None:
     model = torchvision_model(name, seed=3).to(dtype)
     x = torch.cat([sample(kind, (3, SIZES[name], SIZES[name]), dtype) for kind in KINDS])
-    e = relprop.explain(model, x, strict=True)
+    e = relprop.explain(model, x, preset=preset, strict=True)
     assert e.start.min() > 0
     assert_conserves(e)
 
 
+@pytest.mark.parametrize("preset", EXACT)
 @pytest.mark.parametrize("name", SIZES)
-def test_paper_loses_nothing_of_single_samples(torchvision_model: MakeModel, name: str) -> None:
+def test_nothing_is_lost_of_single_samples(torchvision_model: MakeModel, name: str, preset: str) -> None:
     """A batch of one takes other kernels, which sum in another order."""
     model = torchvision_model(name, seed=4)
     for kind in KINDS:
-        e = relprop.explain(model, sample(kind, (3, 32, 32) if name != "alexnet" else (3, 64, 64), torch.float32))
-        assert_conserves(e)
+        x = sample(kind, (3, 32, 32) if name != "alexnet" else (3, 64, 64), torch.float32)
+        assert_conserves(relprop.explain(model, x, preset=preset))
 
 
 @pytest.mark.parametrize("batch", [1, 2])
@@ -125,11 +128,12 @@ def resnet18(torchvision_model: MakeModel) -> dict[torch.dtype, nn.Module]:
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize("options", CONSERVING.values(), ids=CONSERVING)
+@pytest.mark.parametrize("preset", EXACT)
 def test_other_conserving_configurations(
-    resnet18: dict[torch.dtype, nn.Module], options: dict[str, Any], dtype: torch.dtype
+    resnet18: dict[torch.dtype, nn.Module], options: dict[str, Any], dtype: torch.dtype, preset: str
 ) -> None:
     x = torch.cat([sample(kind, (3, 64, 64), dtype) for kind in KINDS])
-    assert_conserves(relprop.explain(resnet18[dtype], x, strict=True, **options))
+    assert_conserves(relprop.explain(resnet18[dtype], x, preset=preset, strict=True, **options))
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
@@ -409,22 +413,24 @@ def build(spec: Net) -> nn.Module:
     return net
 
 
-@settings(max_examples=200)
+@settings(max_examples=300)
 @given(
     spec=NETS,
     kinds=st.lists(st.sampled_from(KINDS), min_size=1, max_size=3),
     dtype=st.sampled_from([torch.float32, torch.float32, torch.float64]),
     split=st.sampled_from([None, None, "symmetric", "main-only"]),
     identity_skips=st.sampled_from([True, True, False]),
+    preset=st.sampled_from(EXACT),
 )
 def test_drawn_nets_lose_nothing(
-    spec: Net, kinds: list[str], dtype: torch.dtype, split: str | None, identity_skips: bool
+    spec: Net, kinds: list[str], dtype: torch.dtype, split: str | None, identity_skips: bool, preset: str
 ) -> None:
     model = build(spec).to(dtype)
     shape = (2, *[spec.size] * spec.axes)
     x = torch.cat([sample(kind, shape, dtype, seed) for seed, kind in enumerate(kinds)])
     before = x.clone()
-    e = relprop.explain(model, x, start="one", split=split, identity_skips=identity_skips, strict=True)
+    how = {"preset": preset, "split": split, "identity_skips": identity_skips}
+    e = relprop.explain(model, x, start="one", strict=True, **how)
     assert torch.equal(x, before)
     assert_conserves(e)
     with torch.no_grad():

@@ -18,7 +18,7 @@ import typer
 from nbclient import NotebookClient
 
 import relprop
-from relprop import cli_study, methods, plans
+from relprop import cli_study, methods, presets
 from relprop.cli import app
 from relprop.study.measures import METRICS
 
@@ -140,7 +140,7 @@ def test_what_is_written_from_the_code_is_all_there(site: Path) -> None:
 
     assert not [p for p in site.glob("*.html") if re.search(r"&lt;!-- \w+ --&gt;|:func:|:class:", p.read_text("utf-8"))]
     assert all(f'id="relprop-{verb}"' in page("reference-cli") for verb in COMMAND.commands)
-    assert all(f"<code>{name}</code>" in page("reference-presets") for name in plans.PRESETS)
+    assert all(f"<code>{name}</code>" in page("reference-presets") for name in presets.PRESETS)
     assert all(f"<code>{name}</code>" in page("reference-methods") for name in methods.names())
     assert all(f"<code>{name}</code>" in page("reference-metrics") for name in METRICS)
     assert all(f'id="relprop.{name}"' in page("reference-api") for name in relprop.__all__)

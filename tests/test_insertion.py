@@ -17,6 +17,7 @@ from relprop.heatmap import heat_quantization
 from relprop.metrics import InsertionDeletion, Scorer, insertion_deletion
 from relprop.metrics.curves import BOUND
 from relprop.metrics.ranking import Ranking
+from relprop.metrics.remembering import Remembering
 from relprop.metrics.scorer import _KNOWN, fastest
 
 PLAIN = ((0.0,), (1.0,))
@@ -344,10 +345,26 @@ class TestPublishedProtocol:
         torch.testing.assert_close(some.fraction, every.fraction[:, ::3])
         torch.testing.assert_close(some.probability, every.probability[:, ::3], rtol=0, atol=1e-6)
 
+    def test_a_list_of_points_adds_both_ends(self):
+        model, x = net(), torch.randn(1, 3, 16, 16, generator=torch.Generator().manual_seed(1))
+        every = insertion_deletion(model, x, distinct(1, 16, 16), 0, normalization=IMAGENET, points=257).curves
+        some = insertion_deletion(model, x, distinct(1, 16, 16), 0, normalization=IMAGENET, points=[40, 3, 900]).curves
+        for kind in ("insertion", "deletion"):
+            found, known = getattr(some, kind), getattr(every, kind)
+            assert (found.fraction * 256).tolist() == [[0, 3, 40, 256]]
+            torch.testing.assert_close(found.probability, known.probability[:, [0, 3, 40, 256]], rtol=0, atol=1e-6)
+
+    @pytest.mark.parametrize("points", [[], [-1], [2.5], [True], True, "many", {3: 4}])
+    def test_other_points_are_refused(self, points):
+        with pytest.raises(RelpropError, match="points is"):
+            insertion_deletion(net(), torch.randn(1, 3, 16, 16), distinct(1, 16, 16), points=points)
+
     def test_fixes_what_it_fixes(self):
         model, x = net(), torch.randn(1, 3, 16, 16)
         with pytest.raises(RelpropError, match="settles ties"):
             insertion_deletion(model, x, x, normalization=IMAGENET, protocol="otsuki2024", ties="stable")
+        with pytest.raises(RelpropError, match="settles ties"):
+            insertion_deletion(model, x, x, normalization=IMAGENET, protocol="otsuki2024", points=[3, 4])
         with pytest.raises(RelpropError, match="one point of 500"):
             insertion_deletion(model, x, x, normalization=IMAGENET, protocol="otsuki2024")
 
@@ -362,6 +379,14 @@ class TestCost:
             scorer = Counting(model)
             scores = insertion_deletion(model, x, maps, ties=ties, normalization=IMAGENET, scorer=scorer)
             assert len(set(scorer.images)) == len(scorer.images) == scores.forwards
+
+    def test_what_was_scored_is_remembered(self):
+        model, x = net(), torch.randn(4, 3, 16, 16, generator=torch.Generator().manual_seed(1))
+        scorer = Counting(model)
+        remembering = Remembering(scorer)
+        for images in (x[[0, 1, 0]], x[[1, 2]], x.contiguous(memory_format=torch.channels_last), x):
+            torch.testing.assert_close(remembering(images), model(images).softmax(1), rtol=0, atol=1e-6)
+        assert len(scorer.images) == 4
 
     @pytest.mark.parametrize("protocol", [None, "otsuki2024"])
     def test_quantised_maps_cost_sixteen_forwards(self, protocol):

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import relprop
 from relprop import rules
-from relprop.plans import PRESETS
+from relprop.presets import PRESETS
 
 MakeModel = Callable[..., nn.Module]
 RESNET50_BLOCKS = 16

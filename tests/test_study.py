@@ -26,8 +26,10 @@ from relprop import RelpropError, datasets, insertion_deletion, methods, metrics
 from relprop.cli import main
 from relprop.datasets import Sample
 from relprop.methods import Method
+from relprop.metrics.remembering import Remembering
 from relprop.study import Journal, Progress, Row, Study, estimate, evaluate, measures, merge, probes, read, tabulate
 from relprop.study.local import Local
+from relprop.study.measure import Seen
 from relprop.study.progress import Mean, spoken
 from relprop.study.runner import Runner
 from relprop.study.watch import Watch
@@ -150,6 +152,30 @@ def test_rows_tell_the_score_of_the_other_class_too(model: zoo.Model, photos: Pa
             alone = insertion_deletion(model, x, maps, scored=scored, points=5, **how)
             number = row.values["score" if (which == "true") == published else f"score of the {which} class"]
             assert number == pytest.approx(float(alone.score), abs=1e-4)
+
+
+def test_together_a_map_without_ties_is_scored_once(model: zoo.Model) -> None:
+    x = torch.randn(2, 3, 48, 48, generator=torch.Generator().manual_seed(0))
+    scored: list[int] = []
+
+    def score(images: Tensor) -> Tensor:
+        scored.append(len(images))
+        return model.module(images).softmax(1)
+
+    new, curves = {}, {}
+    for protocol in ("both", "together"):
+        unknown, target = torch.tensor([-1, -1]), torch.tensor([3, 4])
+        method, score_once = methods.get("random"), Remembering(score)
+        seen = Seen(model, method, ["a", "b"], x, target, unknown, [None] * 2, [0, 1], score_once).explained()
+        published, safe = measures.make(["insertion-deletion"], protocol, {"points": 4, "seeds": 1})
+        published.run(seen)
+        scored.clear()
+        curves[protocol] = [found[1] for found in safe.run(seen)]
+        new[protocol] = sum(scored)
+    assert new == {"both": 2 * 2 * 2, "together": 0}  # two points between the ends, of two curves and two images
+    places = [round(k / 48**2, 5) for k in (0, 501, 1001, 2001, 48**2)]
+    for found in curves["together"]:
+        assert found["insertion fraction"] == found["deletion fraction"] == places
 
 
 def test_an_image_that_cannot_be_read_is_named_and_costs_no_other(

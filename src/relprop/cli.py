@@ -40,7 +40,7 @@ NOTHING_DONE, INTERRUPTED = 2, 130
 
 app = typer.Typer(pretty_exceptions_enable=False, rich_markup_mode=None)
 
-# The names in plans.PRESETS and merges.NAMES, written out because those import torch; a test compares them.
+# The names in presets.PRESETS and merges.NAMES, written out because those import torch; a test compares them.
 Preset = Literal[
     "relprop", "paper", "released", "mixture", "released-mixture", "epsilon", "epsilon-plus-flat", "epsilon-gamma-box"
 ]

@@ -35,7 +35,8 @@ def evaluate(
         str, typer.Option(help="Names that `relprop metrics` lists, with commas between.")
     ] = "insertion-deletion",
     protocol: Annotated[
-        Literal["tie-safe", "otsuki2024", "both"], typer.Option(help="How insertion and deletion are measured.")
+        Literal["tie-safe", "otsuki2024", "both", "together"],
+        typer.Option(help="How insertion and deletion are measured; together: both, in the same places, at less cost."),
     ] = "tie-safe",
     points: Annotated[
         int | None, typer.Option(min=2, help="Points of a curve; by default 26, or the 101 that were published.")

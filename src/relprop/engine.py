@@ -17,7 +17,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from relprop import concepts, export, forms, halves, hooks, operators, plans, requests
+from relprop import concepts, export, forms, halves, hooks, operators, plans, presets, requests, starts
 from relprop.errors import RelpropError
 from relprop.forms import Form, Output
 from relprop.forward import Record
@@ -167,11 +167,11 @@ def explain(
             xs = _widened(given)
             shapes = _shapes(known, key, sweep, xs)
             if start is None and layer is None and len(shapes[-1]) == 2:
-                start = plans.PRESETS[preset].start
+                start = presets.PRESETS[preset].start
             place = _place(sweep.plan, shapes[-1], target, start)
             targets = requests.targets(target, place.shape, place.what)
             wanted = requests.layers(layers, sweep.plan.graph)
-            beginning = requests.start(start, targets, place.shape, layer)
+            beginning = starts.start(start, targets, place.shape, layer)
             record = sweep.forward(*xs, cuts=sweep.forward.cuts(shapes) if recompute else ())
             try:
                 _verify(known, sweep, module, given, record, autocast)

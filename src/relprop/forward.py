@@ -23,7 +23,8 @@ from relprop.mapped import BatchNorm, Linear, Mapped, Reduction
 from relprop.maps import Dense, LinearMap
 from relprop.merges import Split
 from relprop.operators import Constant, Elementwise, MaxPool, Scalar, Sum, Unknown
-from relprop.plans import FOLD, PASS, Plan, Pooling, Treatment
+from relprop.plans import Plan, Treatment
+from relprop.presets import FOLD, PASS, Pooling
 from relprop.rules import Rule
 from relprop.shapes import Moved
 

@@ -6,7 +6,7 @@ and the remedy.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from typing import Any
 
@@ -21,7 +21,7 @@ from relprop.graph import Call, Graph
 from relprop.mapped import Mapped
 from relprop.merges import Split
 from relprop.operators import MaxPool
-from relprop.plans import Pooling
+from relprop.presets import Pooling
 from relprop.rules import Rule
 
 PRECISIONS = (torch.float32, torch.float64)
@@ -30,13 +30,6 @@ HALVES = (torch.float16, torch.bfloat16)
 
 OUTPUT = ":output"
 """Behind a module's name among the layers whose relevance is kept: that of its output, not of its input."""
-
-CONTRAST = "contrast"
-BETA = 4.0
-"""The start that sets a class against the others, and how much so."""
-
-Beginning = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
-"""From output and targets to the relevance to start with, ``(T, B, classes)``, and its unit, ``(T, B)``."""
 
 
 def module(model: Any, *, halves: bool = False) -> nn.Module:
@@ -195,22 +188,22 @@ def check_plan(preset: Any, split: Any, identity_skips: Any, overrides: Any) -> 
         RelpropError: With the argument and what it may be.
     """
     if not isinstance(preset, str):
-        msg = f"The preset is {_brief(preset)}; pass a name."
+        msg = f"The preset is {brief(preset)}; pass a name."
         raise RelpropError(msg)
     if split is not None and not (isinstance(split, str | Split) or callable(split)):
-        msg = f"The split is {_brief(split)}; pass a name, or a function from the branches to their shares."
+        msg = f"The split is {brief(split)}; pass a name, or a function from the branches to their shares."
         raise RelpropError(msg)
     if not isinstance(identity_skips, bool):
-        msg = f"identity_skips is {_brief(identity_skips)}; pass True or False."
+        msg = f"identity_skips is {brief(identity_skips)}; pass True or False."
         raise RelpropError(msg)
     if overrides is not None and not isinstance(overrides, Mapping):
         msg = (
-            f"The overrides are {_brief(overrides)}; pass a dict from names, types or block numbers to rules or splits."
+            f"The overrides are {brief(overrides)}; pass a dict from names, types or block numbers to rules or splits."
         )
         raise RelpropError(msg)
     for key, value in (overrides or {}).items():
         if not (isinstance(value, str | Rule | Split | Pooling) or callable(value)):
-            msg = f"The override for {key!r} is {_brief(value)}; pass a rule, a split or a name of one."
+            msg = f"The override for {key!r} is {brief(value)}; pass a rule, a split or a name of one."
             raise RelpropError(msg)
 
 
@@ -233,7 +226,7 @@ def targets(target: Any, output: Sequence[int], what: str = "the model has {0} c
     except (TypeError, ValueError, RuntimeError):
         tensor = torch.empty(0)
     if tensor.dtype in (torch.bool, *PRECISIONS, torch.float16, torch.bfloat16, torch.complex64):
-        msg = f"The target {_brief(target)} is no class number; pass an int, a list of ints or an integer tensor."
+        msg = f"The target {brief(target)} is no class number; pass an int, a list of ints or an integer tensor."
         raise RelpropError(msg)
     tensor = tensor.long()
     if tensor.ndim == 0:
@@ -276,7 +269,7 @@ def layers(names: Sequence[str], graph: Graph) -> list[Call]:
     calls = graph.calls
     wanted = []
     if not isinstance(names, Iterable):
-        msg = f"layers is {_brief(names)}; pass a list of modules' names."
+        msg = f"layers is {brief(names)}; pass a list of modules' names."
         raise RelpropError(msg)
     for name in [names] if isinstance(names, str) else names:
         module = str(name).removesuffix(OUTPUT)
@@ -290,124 +283,17 @@ def layers(names: Sequence[str], graph: Graph) -> list[Call]:
     return wanted
 
 
-def start(value: Any, target: Tensor | None, output: Sequence[int], layer: str | None = None) -> Beginning:
-    """How the sweep begins: with one at each target, scaled afterwards, so that tiny probabilities do not underflow.
-
-    Args:
-        value: What was asked for; None for the class' probability, or the values of a hidden layer. A function gets
-            the output and gives a start at every class.
-        target: The targets.
-        output: The shape of the output.
-        layer: The hidden layer at which it begins, if any.
-
-    Raises:
-        RelpropError: If the start is unknown, or does not fit the target.
-    """
-    hidden = layer is not None
-    kinds: dict[str, Callable[[Tensor], Tensor]] = {
-        "value" if hidden else "logit": lambda y: y.double(),
-        "one": lambda y: torch.ones_like(y).double(),
-    }
-    if not hidden:
-        kinds = {"probability": _probabilities, **kinds}
-    if not hidden and len(output) == 2:
-        kinds[CONTRAST] = _probabilities
-    if value is None:
-        value = next(iter(kinds))
-    if isinstance(value, str) and value in kinds:
-        if len(output) > 2:
-            return lambda y, t: _at_places(t, y, kinds[value](y), everywhere=hidden)
-        begin = _contrasted if value == CONTRAST else _at
-        return lambda y, t: begin(t, y, kinds[value](y).gather(1, t if t.ndim == 2 else t[:, None]).T)
-    if callable(value) and target is None:
-        return lambda y, _: _everywhere(_computed(value, y).double(), y)
-    if callable(value):
-        msg = "The start is a function of the whole output; pass it without a target."
-        raise RelpropError(msg)
-    if not isinstance(value, Tensor):
-        there = f" at {layer!r}, which has no classes" if hidden and value in ("probability", "logit") else ""
-        msg = f"The start {_brief(value)} is unknown{there}; pass {', '.join(map(repr, kinds))} or a tensor."
-        raise RelpropError(msg)
-    if not torch.isfinite(value).all():
-        msg = "The start has NaN or infinite values; clean it."
-        raise RelpropError(msg)
-    shape = tuple(output[:1]) if target is None else tuple(target.shape)
-    if tuple(value.shape) == shape and len(output) == 2:
-        amounts = value if value.ndim == 2 else value[:, None]
-        return lambda y, t: _at(t, y, amounts.T.double().to(y.device))
-    if tuple(value.shape) == tuple(output) and target is None:
-        return lambda y, _: _everywhere(value.to(y.device).double(), y)
-    fitting = f"{shape}" if target is not None else f"{shape} or, for a start at every class, {tuple(output)}"
-    if len(output) > 2:
-        fitting = f"{tuple(output)}, with no target, for an output with more than one place"
-    msg = f"The start has shape {tuple(value.shape)}; it has to be {fitting}."
-    raise RelpropError(msg)
-
-
-def _computed(function: Callable[[Tensor], Any], output: Tensor) -> Tensor:
-    """What a user's function makes of the output."""
-    value = function(output.clone())
-    if not isinstance(value, Tensor) or value.shape != output.shape or not torch.isfinite(value).all():
-        got = f"of shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
-        msg = f"The start's function gave {got}; it has to give finite relevance of shape {tuple(output.shape)}."
-        raise RelpropError(msg)
-    return value.detach().to(output.device)
-
-
-def _probabilities(output: Tensor) -> Tensor:
-    return output.double().softmax(1)
-
-
-def _at(target: Tensor, output: Tensor, amounts: Tensor) -> tuple[Tensor, Tensor]:
-    """One at each target, and the amounts as its unit."""
-    per_target = target.T if target.ndim == 2 else target[None]
-    one = torch.zeros((*per_target.shape, output.shape[1]), dtype=output.dtype, device=output.device)
-    return one.scatter_(2, per_target[..., None], 1.0), amounts
-
-
-def _contrasted(target: Tensor, output: Tensor, amounts: Tensor) -> tuple[Tensor, Tensor]:
-    """One at each target and, on top of it, what sets it against the others; the sum is still one.
-
-    ``R_k = p_c (d_kc + beta (d_kc - p_k))``, where ``d_kc - p_k`` is the gradient of ``log p_c`` by the logits and sums
-    to zero: the more probable another class is, the more of what speaks for it is taken away.
-    """
-    one, amounts = _at(target, output, amounts)
-    return one + BETA * (one - _probabilities(output).to(one.dtype)), amounts
-
-
-def _everywhere(value: Tensor, output: Tensor) -> tuple[Tensor, Tensor]:
-    """The user's own relevance of every class, with its largest value as the unit."""
-    unit = value.flatten(1).abs().amax(1)
-    unit = torch.where(unit > 0, unit, 1.0)
-    return (value / unit.reshape(-1, *[1] * (value.ndim - 1)))[None].to(output.dtype), unit[None]
-
-
 def predicted(output: Tensor) -> Tensor:
     """The predicted class of each sample; of a map, the one that most pixels are predicted to be of."""
     best = output.argmax(1)
     return best if best.ndim == 1 else best.flatten(1).mode(1).values
 
 
-def _at_places(target: Tensor, output: Tensor, amounts: Tensor, *, everywhere: bool) -> tuple[Tensor, Tensor]:
-    """The amounts of each target at all places, or at the pixels predicted to be of its class, at all if none is."""
-    starts, units = [], []
-    for classes in target.T if target.ndim == 2 else target[None]:
-        here = output.argmax(1) == classes.reshape(-1, *[1] * (output.ndim - 2))
-        none = ~here.flatten(1).any(1) | everywhere
-        here = here | none.reshape(-1, *[1] * (here.ndim - 1))
-        start = torch.zeros_like(amounts)
-        rows = torch.arange(len(output), device=output.device)
-        start[rows, classes] = amounts[rows, classes] * here
-        one, unit = _everywhere(start, output)
-        starts.append(one[0])
-        units.append(unit[0])
-    return torch.stack(starts), torch.stack(units)
-
-
 def _short(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _brief(value: Any) -> str:
+def brief(value: Any) -> str:
+    """A value as a sentence can name it."""
     text = repr(value)
     return text if len(text) <= 40 else f"of type {type(value).__name__}"

@@ -25,7 +25,8 @@ from relprop.maps import Dense, LinearMap
 from relprop.merges import Split
 from relprop.norms import Norm
 from relprop.operators import Constant, MaxPool, Sum, reduced
-from relprop.plans import FOLD, HALVES, Plan, Pooling
+from relprop.plans import Plan
+from relprop.presets import FOLD, HALVES, Pooling
 from relprop.requests import OUTPUT
 from relprop.rules import Handed, Rule
 

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from relprop import requests
 from relprop.engine import explain
-from relprop.plans import PRESETS
+from relprop.presets import PRESETS
 
 __all__ = ["explain_func"]
 

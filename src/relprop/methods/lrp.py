@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from relprop.engine import explain
 from relprop.methods.method import Method
-from relprop.plans import PRESETS
+from relprop.presets import PRESETS
 
 _OTSUKI = "Otsuki et al., 2024, Layer-Wise Relevance Propagation with Conservation Property for ResNet, ECCV"
 _BACH = "Bach et al., 2015, On Pixel-Wise Explanations for Non-Linear Classifier Decisions by LRP, PLOS ONE 10(7)"

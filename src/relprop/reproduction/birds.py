@@ -73,7 +73,7 @@ class Birds:
     def measured(self) -> dict[str, list[Row]]:
         """The rows of every seed, measured where they are lacking."""
         data, rows = self.work.whole, {}
-        settings = {"metrics": ("insertion-deletion", *LOCAL), **self.work.settings}
+        settings = {"metrics": ("insertion-deletion", *LOCAL), "protocol": "together", **self.work.settings}
         for number, (seed, load) in enumerate(self.models.items()):
             model = load()
             if model.outputs != len(data.classes or ()):

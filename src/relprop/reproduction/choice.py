@@ -76,14 +76,14 @@ def held_out(folder: Path) -> str:
     scores = [["", "Ins", "Del", "ID", "ID of ours less its own", "n"]]
     others = [["", *(text for name in _OTHERS for text in (name, "ours less its own")), "n"]]
     for method in [OURS, *sorted(rivals, key=lambda m: -_mean(columns.get((m, "score"), {})))]:
-        count = str(len(columns.get((method, "score"), {})))
+        count, *_ = counted = [len(columns.get((method, name), {})) for name in ("score", *_OTHERS)]
         means = [f"{_mean(columns[method, name]):.3f}" for name in _INSERTION]
-        scores.append([f"`{method}`", *means, _signed(less(method, "score")), count])
+        scores.append([f"`{method}`", *means, _signed(less(method, "score")), str(count)])
         cells = [f"`{method}`"]
         for name in _OTHERS:
             there = columns.get((method, name), {})
             cells += [f"{_mean(there):.3f}" if there else "", _signed(less(method, name))]
-        others.append([*cells, count])
+        others.append([*cells, "/".join(map(str, sorted(set(counted[1:]))))])
     return f"{markdown(scores)}\n\n{markdown(others)}"
 
 

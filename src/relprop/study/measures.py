@@ -10,14 +10,23 @@ from torch import Tensor
 
 from relprop.errors import RelpropError
 from relprop.metrics import insertion_deletion, localisation, road, sanity
+from relprop.metrics.insertion import PUBLISHED_STEP, published_places
 from relprop.metrics.road import PERCENTILES
 from relprop.study import probes
 from relprop.study.measure import Measure, Measured, Seen
 
 __all__ = ["METRICS", "NAMES", "PROTOCOLS", "make"]
 
-PROTOCOLS = {"tie-safe": ("tie-safe",), "otsuki2024": ("otsuki2024",), "both": ("otsuki2024", "tie-safe")}
-"""How insertion and deletion may be measured: by the published protocol, by one that ties cannot help, by both."""
+PROTOCOLS = {
+    "tie-safe": ("tie-safe",),
+    "otsuki2024": ("otsuki2024",),
+    "both": ("otsuki2024", "tie-safe"),
+    "together": ("otsuki2024", "tie-safe"),
+}
+"""How insertion and deletion may be measured: by the published protocol, by one that ties cannot help, by both.
+
+Together, the latter looks at its curves where the former does, so that a map without ties is masked and scored once.
+"""
 
 PUBLISHED_POINTS = 101
 """Of a curve, at 224 x 224 pixels."""
@@ -45,7 +54,7 @@ def make(names: Sequence[str], protocol: str, options: Mapping[str, Any]) -> lis
 
     Args:
         names: Metrics.
-        protocol: For insertion and deletion: ``tie-safe``, ``otsuki2024`` or ``both``.
+        protocol: For insertion and deletion: ``tie-safe``, ``otsuki2024``, ``both`` or ``together``.
         options: Of insertion and deletion: points; and under the tie-safe protocol baseline and seeds.
 
     Raises:
@@ -66,15 +75,17 @@ def make(names: Sequence[str], protocol: str, options: Mapping[str, Any]) -> lis
 
 
 def _insertions(protocol: str, options: Mapping[str, Any]) -> list[Measure]:
-    return [_insertion(way, options) for way in PROTOCOLS[protocol]]
+    return [_insertion(way, options, shared=protocol == "together") for way in PROTOCOLS[protocol]]
 
 
-def _insertion(way: str, options: Mapping[str, Any]) -> Measure:
+def _insertion(way: str, options: Mapping[str, Any], *, shared: bool) -> Measure:
+    """The measure of one protocol; where masks are shared, the tie-safe one looks where the other does."""
     published = way == "otsuki2024"
     given = {k: v for k, v in options.items() if v is not None and (k == "points" or not published)}
     settings: dict[str, Any] = {"protocol": way} if published else {"points": 26, "seeds": 3, "baseline": "black"}
     settings |= given
     _try(settings)
+    shared = shared and not published and settings["baseline"] == "black" and isinstance(settings["points"], int)
 
     def run(seen: Seen) -> list[Measured]:
         # The published figures score the true class; a tie-safe score is about what was explained. Either is there.
@@ -84,8 +95,11 @@ def _insertion(way: str, options: Mapping[str, Any]) -> Measure:
         scored = torch.stack([both[first], both[second]], 1)
         # As published, gradient baselines are ranked by their first channel; all other maps by the sum.
         maps = seen.raw if published and seen.method.family == "captum" else seen.maps
+        asked = dict(settings)
+        if shared:
+            asked["points"] = _places(seen.x.shape[2:].numel(), settings["points"])
         every = insertion_deletion(
-            seen.model, seen.x, maps, scored=scored, indices=seen.tickets, scorer=seen.scorer, **settings
+            seen.model, seen.x, maps, scored=scored, indices=seen.tickets, scorer=seen.scorer, **asked
         )
         scores, other = every.only(0), every.only(1)
         result = []
@@ -102,7 +116,13 @@ def _insertion(way: str, options: Mapping[str, Any]) -> Measure:
         return result
 
     curve = settings.get("points") or PUBLISHED_POINTS
-    return Measure("insertion-deletion", way, run, settings, "score", forwards=2.0 * curve)
+    told = settings | ({"places": "otsuki2024"} if shared else {})
+    return Measure("insertion-deletion", way, run, told, "score", forwards=2.0 * curve)
+
+
+def _places(size: int, points: int) -> int | list[int]:
+    """Where the published protocol looks, if that is often enough."""
+    return published_places(size, points)[0] if size >= PUBLISHED_STEP * points else points
 
 
 def _try(settings: Mapping[str, Any]) -> None:

@@ -19,6 +19,7 @@ from relprop import requests
 from relprop.datasets import Sample
 from relprop.errors import RelpropError
 from relprop.methods import Method
+from relprop.metrics.remembering import Remembering
 from relprop.metrics.scorer import Scorer, fastest
 from relprop.study import pieces
 from relprop.study.journal import Row, key
@@ -188,7 +189,8 @@ class Runner:
         label = torch.tensor([-1 if s.label is None else s.label for s in samples.values()], device=x.device)
         tickets = [int(sample.key[:12], 16) for sample in samples.values()]
         for number, (method, wanted) in enumerate(todo.items(), 1):
-            seen = Seen(self.model, method, list(samples), x, target, label, objects, tickets, scorer)
+            score = Remembering(scorer) if x.device.type == "cpu" else scorer
+            seen = Seen(self.model, method, list(samples), x, target, label, objects, tickets, score)
             rows = []
             for measure, name, chosen, (values, curves) in self._explain(seen, wanted, keys):
                 about = (name, samples[name].label, chosen, method.name, measure.metric, measure.protocol)
