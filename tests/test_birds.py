@@ -78,6 +78,8 @@ def test_means_over_images_then_over_trainings() -> None:
     assert cells(text, "random map")[-2:] == ["0", "0"]
     assert "classify 75.0 ± 35.4 % of these" in text
     assert table({}).endswith("Nothing has been measured yet.")
+    with pytest.raises(RelpropError, match="a grad-cam insertion-deletion otsuki2024 has two rows in seed0"):
+        table({"seed0": [row("a", "grad-cam", 0.5), row("a", "grad-cam", 0.4)]})
     local = localisation({"seed0": [row("a", "grad-cam", 0.25, metric="mass-accuracy")]})
     assert cells(local, "Grad-CAM")[2] == "0.250"
 
@@ -126,6 +128,8 @@ def test_the_networks_of_a_training_are_found(tmp_path: Path) -> None:
         (tmp_path / f"seed{seed}" / "weights.safetensors").write_bytes(b"")
     assert list(found(tmp_path)) == ["seed0", "seed1"]
     assert list(found(tmp_path / "seed1" / "weights.safetensors")) == ["seed1"]
+    (tmp_path / "mine.safetensors").write_bytes(b"")
+    assert list(found(tmp_path / "mine.safetensors")) == ["seed0"]
 
 
 def test_the_verb(birds: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -4,7 +4,11 @@ import csv
 import runpy
 from pathlib import Path
 
+import pytest
+
+from relprop import RelpropError
 from relprop.reproduction import birds, choice
+from relprop.study import Journal, Row
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "results"
@@ -31,3 +35,28 @@ def test_the_page_of_the_preset_is_that_of_its_results() -> None:
     assert "| relprop (beta 4) |" in page
     assert "| `relprop` |" in page
     assert choice.refresh(page, RESULTS / "preset") == page
+
+
+def _row(image: str, method: str, metric: str, value: float, settings: str = "", protocol: str = "tie-safe") -> Row:
+    values = (
+        {"insertion": value, "deletion": 0.0, "score": value} if metric == "insertion-deletion" else {metric: value}
+    )
+    known = f"{image} {method} {metric} {protocol} {settings}"
+    return Row(known, image, 0, 0, method, metric, protocol if metric == "insertion-deletion" else "", values, {})
+
+
+def test_methods_of_other_images_are_paired_and_rows_of_other_settings_are_not_mixed(tmp_path: Path) -> None:
+    with Journal(tmp_path / "journal.sqlite") as journal:
+        found = {"a": 0.5, "b": 0.7, "c": 0.9}
+        ours = [_row(image, "relprop", "insertion-deletion", value) for image, value in found.items()]
+        theirs = [_row(image, "ii", "insertion-deletion", value) for image, value in {"a": 0.1, "b": 0.3}.items()]
+        published = [_row("a", "ii", "insertion-deletion", 0.9, protocol="otsuki2024")]
+        journal.add([*ours, *theirs, *published, _row("a", "centre", "pointing-game", 1.0)])
+    lines = choice.held_out(tmp_path).splitlines()
+    assert lines[2] == "| `relprop` | 0.700 | 0.000 | 0.700 |  | 3 |"
+    assert lines[3] == "| `ii` | 0.200 | 0.000 | 0.200 | +0.400 [+0.400, +0.400] | 2 |"
+    assert lines[4] == "| `centre` |  |  |  |  | 0 |"
+    with Journal(tmp_path / "journal.sqlite") as journal:
+        journal.add([_row("a", "ii", "insertion-deletion", 0.2, "of more points")])
+    with pytest.raises(RelpropError, match="a has two rows of ii, insertion"):
+        choice.held_out(tmp_path)

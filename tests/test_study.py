@@ -154,6 +154,17 @@ def test_rows_tell_the_score_of_the_other_class_too(model: zoo.Model, photos: Pa
             assert number == pytest.approx(float(alone.score), abs=1e-4)
 
 
+def test_a_class_that_the_model_does_not_have_matters_to_the_published_protocol_alone(
+    model: zoo.Model, photos: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "00.png").write_bytes((photos / "00.png").read_bytes())
+    (tmp_path / "labels.csv").write_text("file,class_index\n00.png,150\n")
+    study = evaluate(model, tmp_path, ["random"], protocol="both", points=3, seeds=1)
+    assert [row.protocol for row in study.rows] == ["tie-safe"]
+    assert "score of the true class" not in study.rows[0].values
+    assert len(study.failures) == 1
+
+
 def test_together_a_map_without_ties_is_scored_once(model: zoo.Model) -> None:
     x = torch.randn(2, 3, 48, 48, generator=torch.Generator().manual_seed(0))
     scored: list[int] = []
@@ -736,6 +747,8 @@ def test_bad_requests_get_one_sentence(model: zoo.Model, photos: Path) -> None:
         ({"metrics": ["beauty"]}, "no metric 'beauty'"),
         ({"protocol": "mine"}, "no protocol 'mine'"),
         ({"points": 1}, "points is 1"),
+        ({"points": "adaptive"}, "points are a number"),
+        ({"points": [3, 4]}, "points are a number"),
         ({"baseline": "pink"}, "baseline 'pink' is unknown"),
         ({"baseline": torch.zeros(3)}, "baseline is a name"),
         ({"steps": 4}, "no option 'steps'"),

@@ -297,6 +297,8 @@ def test_more_epochs_continue_and_another_training_is_refused(run: Callable[...,
     assert outcome.weights.read_bytes() == straight.weights.read_bytes()
     longer()
     assert said[-1] == "seed 0: is there already"
+    with pytest.raises(RelpropError, match="has had 4 epochs, and 3 are asked for"):
+        run(tmp_path / "a", epochs=3)()
     with pytest.raises(RelpropError, match="holds another training"):
         run(tmp_path / "a", lr=0.01)()
 

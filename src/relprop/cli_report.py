@@ -22,7 +22,7 @@ def report(
     classes: Annotated[Path | None, typer.Option(help="For a photo; as for explain.")] = None,
     target: Annotated[str, typer.Option(help="For a photo; as for explain.")] = "predicted",
     against: Annotated[str | None, typer.Option(help="For a photo: why the target, and not this class.")] = None,
-    preset: Annotated[str, typer.Option(help="For a photo; as for explain.")] = "paper",
+    preset: Annotated[str, typer.Option(help="For a photo; as for explain.")] = "relprop",
     out: Annotated[
         Path | None, typer.Option(help="The file to write.", show_default="report.html in RUN, IMAGE.html for a photo")
     ] = None,

@@ -162,8 +162,7 @@ class Ledger:
         arrived = self.entry(range(self.inputs)).received
         start = self._user(self.start)
         missing = start - arrived - sum(self.absorbed_by_cause.values(), start=torch.zeros_like(start))
-        size = self.entry([len(self.nodes) - 1]).size
-        return missing.abs() / torch.where(size > 0, size, 1.0)
+        return missing.abs() / torch.where(start != 0, start.abs(), 1.0)
 
     @property
     def max_leak(self) -> float:

@@ -19,6 +19,8 @@ CONTRAST = "contrast"
 BETA = 4.0
 """How much so."""
 
+_OF_CLASSES = ("probability", "logit", CONTRAST)
+
 Beginning = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 """From output and targets to the relevance to start with, ``(T, B, classes)``, and its unit, ``(T, B)``."""
 
@@ -58,7 +60,8 @@ def start(value: Any, target: Tensor | None, output: Sequence[int], layer: str |
         msg = "The start is a function of the whole output; pass it without a target."
         raise RelpropError(msg)
     if not isinstance(value, Tensor):
-        there = f" at {layer!r}, which has no classes" if hidden and value in ("probability", "logit") else ""
+        lost = hidden and isinstance(value, str) and value in _OF_CLASSES
+        there = f" at {layer!r}, which has no classes" if lost else ""
         msg = f"The start {requests.brief(value)} is unknown{there}; pass {', '.join(map(repr, kinds))} or a tensor."
         raise RelpropError(msg)
     if not torch.isfinite(value).all():

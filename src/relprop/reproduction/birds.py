@@ -48,7 +48,7 @@ def found(weights: Path) -> dict[str, Path]:
         RelpropError: If there are none.
     """
     if weights.is_file():
-        return {weights.parent.name or "seed0": weights}
+        return {name if (name := weights.parent.name).startswith("seed") else "seed0": weights}
     there = {path.parent.name: path for path in sorted(weights.glob(f"seed*/{_WEIGHTS}"))}
     if not there:
         raise RelpropError(
@@ -146,7 +146,12 @@ def _means(seeds: Seeds) -> dict[tuple[str, str, str], dict[str, Mean]]:
     """By method, protocol (or metric) and score: the mean over the images of each training."""
     values: dict[tuple[str, str, str], dict[str, list[float]]] = {}
     for seed, rows in seeds.items():
+        known = set[tuple[str, str, str, str]]()
         for row in rows:
+            what = row.image, row.method, row.metric, row.protocol
+            if what in known:
+                raise RelpropError(f"{' '.join(what)} has two rows in {seed}, measured under different settings.")
+            known.add(what)
             for name, value in row.values.items():
                 column = values.setdefault((row.method, row.protocol or row.metric, name), {})
                 column.setdefault(seed, []).append(value)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from relprop.errors import RelpropError
 from relprop.reproduction.page import written
-from relprop.reproduction.tables import markdown
+from relprop.reproduction.tables import TIE_SAFE, markdown
 from relprop.study import estimate, read
 from relprop.study.table import Estimate
 
@@ -33,7 +33,10 @@ def refresh(text: str, folder: Path) -> str:
 
 
 def screened(path: Path) -> str:
-    """Every variant that was screened, the best first: ID on each network, less Grad-CAM's on the same images."""
+    """Every variant that was screened: ID on each network, less Grad-CAM's on the same images; the best first by that.
+
+    Those that only the second network was given come last.
+    """
     found: dict[tuple[str, str], dict[str, float]] = {}
     with path.open(newline="", encoding="utf-8") as file:
         for row in csv.DictReader(file):
@@ -42,14 +45,14 @@ def screened(path: Path) -> str:
     networks = sorted({network for _, network in found}, reverse=True)
     body = []
     for variant in {variant for variant, _ in found}:
-        cells, best = [variant], 0.0
+        cells, rank = [variant], list[float]()
         for network in networks:
             mine, theirs = found.get((variant, network), {}), found[_SCREENED_RIVAL, network]
             mean = sum(mine.values()) / len(mine) if mine else 0.0
-            best = best or mean
             less = estimate(_paired(mine, theirs)) if mine and variant != _SCREENED_RIVAL else None
+            rank.append(less.mean if less else 0.0 if mine else -1.0)
             cells += [f"{mean:.3f}" if mine else "", _signed(less), str(len(mine) or "")]
-        body.append((best, cells))
+        body.append((rank, cells))
     head = ["", *(text for network in networks for text in (f"{network}: ID", f"less {_SCREENED_RIVAL}'s", "n"))]
     return markdown([head, *(cells for _, cells in sorted(body, reverse=True))])
 
@@ -57,11 +60,15 @@ def screened(path: Path) -> str:
 def held_out(folder: Path) -> str:
     """Each method's numbers, and by how much ours differs, image by image.
 
-    Intervals of differences are simultaneous: 95 % for all methods together, by Bonferroni's correction.
+    Intervals of differences are simultaneous: 95 % for all methods in a column, by Bonferroni's correction.
     """
     columns: dict[tuple[str, str], dict[str, float]] = {}
     for row in read(folder):
+        if row.protocol not in ("", TIE_SAFE):
+            continue
         for name, value in row.values.items():
+            if row.image in columns.get((row.method, name), {}):
+                raise RelpropError(f"{row.image} has two rows of {row.method}, {name}, in {folder}: of other settings.")
             columns.setdefault((row.method, name), {})[row.image] = value
     methods = list(dict.fromkeys(method for method, _ in columns))
     if OURS not in methods:
@@ -77,7 +84,7 @@ def held_out(folder: Path) -> str:
     others = [["", *(text for name in _OTHERS for text in (name, "ours less its own")), "n"]]
     for method in [OURS, *sorted(rivals, key=lambda m: -_mean(columns.get((m, "score"), {})))]:
         count, *_ = counted = [len(columns.get((method, name), {})) for name in ("score", *_OTHERS)]
-        means = [f"{_mean(columns[method, name]):.3f}" for name in _INSERTION]
+        means = [f"{_mean(columns[method, name]):.3f}" if (method, name) in columns else "" for name in _INSERTION]
         scores.append([f"`{method}`", *means, _signed(less(method, "score")), str(count)])
         cells = [f"`{method}`"]
         for name in _OTHERS:

@@ -64,6 +64,8 @@ def make(names: Sequence[str], protocol: str, options: Mapping[str, Any]) -> lis
         raise RelpropError(f"There is no protocol {protocol!r}; there are {', '.join(PROTOCOLS)}.")
     if unknown := sorted(options.keys() - set(OPTIONS)):
         raise RelpropError(f"A study has no option {unknown[0]!r}; metrics take {', '.join(OPTIONS)}.")
+    if not isinstance(options.get("points"), int | None):
+        raise RelpropError("A study's points are a number, for its rows are compared.")
     if not isinstance(options.get("baseline", ""), str | None):
         raise RelpropError("A study's baseline is a name, black, mean or blur, for its rows are known by it.")
     if unknown := [name for name in names if name not in METRICS]:
@@ -89,7 +91,8 @@ def _insertion(way: str, options: Mapping[str, Any], *, shared: bool) -> Measure
 
     def run(seen: Seen) -> list[Measured]:
         # The published figures score the true class; a tie-safe score is about what was explained. Either is there.
-        label = torch.where(seen.label < 0, seen.target, seen.label)
+        known = (seen.label >= 0) & (published | (seen.label < seen.model.outputs))
+        label = torch.where(known, seen.label, seen.target)
         both = {"explained": seen.target, "true": label}
         first, second = ("true", "explained") if published else ("explained", "true")
         scored = torch.stack([both[first], both[second]], 1)
@@ -105,7 +108,7 @@ def _insertion(way: str, options: Mapping[str, Any], *, shared: bool) -> Measure
         result = []
         for i in range(len(maps)):
             numbers = {n: float(getattr(scores, n)[i]) for n in ("insertion", "deletion", "score", "spread")}
-            if seen.label[i] >= 0:
+            if known[i]:
                 numbers[f"score of the {second} class"] = float(other.score[i])
             curves = {}
             for kind in ("insertion", "deletion"):

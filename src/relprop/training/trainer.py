@@ -91,6 +91,11 @@ class Trainer:
         path = self.folder / "checkpoint.pt"
         checkpoint.load(self.fabric, path, state)
         epochs = [Epoch(int(row[0]), *row[1:]) for row in state["epochs"]]
+        if len(epochs) > self.recipe.epochs:
+            raise RelpropError(
+                f"The training in {self.folder} has had {len(epochs)} epochs, and {self.recipe.epochs} are asked for; "
+                "choose another --out."
+            )
         if epochs:
             self.say(f"seed {self.seed}: continues after epoch {len(epochs)}")
         while not self.enough(epochs):
@@ -133,12 +138,12 @@ class Trainer:
                 sums += _sums(loss, output, y)
                 self.tick(step, total, f"seed {self.seed}, epoch {number + 1}, loss {float(sums[0] / sums[2]):.3f}")
         loss_now, accuracy = self._means(sums)
-        if not math.isfinite(loss_now):
-            raise RelpropError(f"The loss is no longer finite in epoch {number + 1}; lower the learning rate {lr:g}.")
         if self.fabric.world_size > 1:  # each device has seen other images; what is kept is the first one's
             for buffer in self.module.buffers():
                 buffer.copy_(self.fabric.broadcast(buffer))
         found = self.examine(self.feed, self.parts.validation.samples)
+        if not math.isfinite(loss_now + found[0]):
+            raise RelpropError(f"The loss is no longer finite in epoch {number + 1}; lower the learning rate {lr:g}.")
         return Epoch(number + 1, lr, loss_now, accuracy, *found, time.monotonic() - began)
 
     def examine(self, feed: Feed, samples: Sequence[Sample]) -> tuple[float, float]:
