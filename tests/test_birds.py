@@ -74,7 +74,7 @@ def test_means_over_images_then_over_trainings() -> None:
     assert ours[1:4] == ["0.508 ± 0.015", "0.055 ± 0.004", "0.453 ± 0.011"]
     assert ours[6] == "0.500 ± 0.141"  # of 0.4 and 0.6
     assert ours[-2:] == ["2", "2"]
-    assert cells(text, "ours: (iv), raw, exact conservation")[6:] == ["0.400", "", "", "", "1", "1"]
+    assert cells(text, "the paper's (iv), raw, exact conservation")[6:] == ["0.400", "", "", "", "1", "1"]
     assert cells(text, "random map")[-2:] == ["0", "0"]
     assert "classify 75.0 ± 35.4 % of these" in text
     assert table({}).endswith("Nothing has been measured yet.")
@@ -90,9 +90,9 @@ def test_every_training_is_measured_the_first_by_all_methods(birds: Path, tmp_pa
     work = Work(None, datasets.open(birds), 2, 1, 2, tmp_path / "out", settings)
     text = Birds(models, work)()
     assert not work.failures
-    assert cells(text, "ours: (iv), raw")[-2:] == ["2", "2"]
+    assert cells(text, "the paper's (iv), raw")[-2:] == ["2", "2"]
     assert cells(text, "Guided BackPropagation")[-2:] == ["1", "2"]
-    local = cells(text, "ours: (iv), raw", 1)
+    local = cells(text, "the paper's (iv), raw", 1)
     assert len(local) == 1 + len(LOCAL) + 2
     assert all(" ± " in cell for cell in local[1:-2])
     assert (tmp_path / "out" / "table1.md").read_text().strip() == text

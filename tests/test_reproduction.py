@@ -127,7 +127,7 @@ def test_failures_round_trip(tmp_path: Path) -> None:
     errors.write(failures, tmp_path / "errors.csv")
     assert errors.read(tmp_path / "errors.csv") == failures
     measured = rows("released+hq-released", [0.1, 0.5], [0] * 2) + rows("grad-cam", [0.2, 0.2], [0] * 2)
-    assert cells(errors.table(failures, measured), "ours")[1:] == ["50.0%", "0", "1", "0", "1", "2", "0 of 1"]
+    assert cells(errors.table(failures, measured), "here")[1:] == ["50.0%", "0", "1", "0", "1", "2", "0 of 1"]
     wrong = [replace(row, target=7) for row in measured]
     assert cells(errors.table(failures, wrong), "ours")[-1] == "1 of 1"
 

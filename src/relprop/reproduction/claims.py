@@ -63,9 +63,9 @@ CONTROLS = (
     Line("centred Gaussian", "centre"),
 )
 
-_OURS = Line("ours: (iv), quantised", "released+hq-released", (0.563, 0.018, 0.545))
-_RAW = Line("ours: (iv), raw", "released")
-_EXACT = Line("ours: (iv), raw, exact conservation", "paper")
+_OURS = Line("the paper's (iv), quantised", "released+hq-released", (0.563, 0.018, 0.545))
+_RAW = Line("the paper's (iv), raw", "released")
+_EXACT = Line("the paper's (iv), raw, exact conservation", "paper")
 _GRAD_CAM = Line("Grad-CAM", "grad-cam", (0.497, 0.126, 0.371))
 _INTEGRATED = Line("Integrated Gradients", "integrated-gradients", (0.052, 0.062, -0.011))
 _GUIDED = Line("Guided BackPropagation", "guided-backprop", (0.115, 0.057, 0.057))
@@ -120,11 +120,11 @@ CLAIMS: dict[str, Claim] = {
         (
             _EPSILON,
             Line("LRP, mixture", "captum-lrp-mixture", (0.086, 0.075, 0.011)),
-            Line("ours, mixture as released, quantised", "released-mixture+hq-released", (0.646, 0.002, 0.644)),
-            Line("ours, stabilised mixture, quantised", "mixture+hq-released"),
-            Line("ours, stabilised mixture, raw", "mixture"),
-            Line("ours, z+, quantised", "released+hq-released", (0.563, 0.018, 0.545)),
-            Line("ours, z+, raw", "released"),
+            Line("the paper's, mixture as released, quantised", "released-mixture+hq-released", (0.646, 0.002, 0.644)),
+            Line("the paper's, stabilised mixture, quantised", "mixture+hq-released"),
+            Line("the paper's, stabilised mixture, raw", "mixture"),
+            Line("the paper's, z+, quantised", "released+hq-released", (0.563, 0.018, 0.545)),
+            Line("the paper's, z+, raw", "released"),
         ),
         reference="released",
     ),

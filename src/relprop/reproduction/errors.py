@@ -139,7 +139,7 @@ def table(failures: Sequence[Failure], rows: Sequence[Row]) -> str:
     lines = [
         ["", "failures", *CATEGORIES, "examined", "images", "failures where the model was wrong"],
         ["paper", f"{FAILED:.1%}", *map(str, CATEGORIES.values()), str(EXAMINED), "1000", ""],
-        ["ours", f"{count / images:.1%}", *(str(kinds[c]) for c in CATEGORIES), str(len(failures)), str(images)],
+        ["here", f"{count / images:.1%}", *(str(kinds[c]) for c in CATEGORIES), str(len(failures)), str(images)],
     ]
     return markdown([*lines[:2], [*lines[2], f"{len(wrong)} of {count}"]])
 

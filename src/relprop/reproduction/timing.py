@@ -56,7 +56,7 @@ def table(path: Path) -> str:
         ["paper, a GPU, one image", f"{FORWARD_MS:.2f}", f"{EXPLAINED_MS:.1f}", f"{EXPLAINED_MS / FORWARD_MS:.1f}"]
     ]
     for row in measured["rows"]:
-        label = f"ours, {measured['threads']} CPU threads, batch {row['batch']}"
+        label = f"here, {measured['threads']} CPU threads, batch {row['batch']}"
         ratio = row["explained"] / row["forward"]
         lines.append([label, f"{row['forward']:.1f}", f"{row['explained']:.1f}", f"{ratio:.1f}"])
     return markdown(lines)
