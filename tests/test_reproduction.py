@@ -129,7 +129,7 @@ def test_failures_round_trip(tmp_path: Path) -> None:
     measured = rows("released+hq-released", [0.1, 0.5], [0] * 2) + rows("grad-cam", [0.2, 0.2], [0] * 2)
     assert cells(errors.table(failures, measured), "here")[1:] == ["50.0%", "0", "1", "0", "1", "2", "0 of 1"]
     wrong = [replace(row, target=7) for row in measured]
-    assert cells(errors.table(failures, wrong), "ours")[-1] == "1 of 1"
+    assert cells(errors.table(failures, wrong), "here")[-1] == "1 of 1"
 
 
 def test_sums_of_the_presets(model: zoo.Model, photos: Path, tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from statistics import mean, stdev
-from typing import Any
+from typing import Any, TypeAlias
 
 from relprop import training
 from relprop.errors import RelpropError
@@ -15,7 +15,7 @@ from relprop.reproduction.claims import CLAIMS, CONTROLS
 from relprop.reproduction.page import written
 from relprop.reproduction.tables import PUBLISHED, SCORES, TIE_SAFE, markdown
 from relprop.reproduction.work import Work
-from relprop.study import Row, read
+from relprop.study import Row, estimate, read
 
 __all__ = ["LOCAL", "PAPER", "Birds", "found", "localisation", "refresh", "table"]
 
@@ -98,25 +98,29 @@ Seeds = Mapping[str, Iterable[Row]]
 
 
 def table(seeds: Seeds) -> str:
-    """The paper's column beside ours: means over images, of which the mean and standard deviation over trainings."""
-    means = _means(seeds)
+    """The paper's column beside ours: means over images, of which the mean and standard deviation over trainings.
+
+    ID has a 95 % interval too, over the images; an image's score is its mean over trainings.
+    """
+    columns = _columns(seeds)
     groups = ("paper", "published", "tie-safe")
     body = [["", *(f"{where} {name}" for where in groups for name in ("Ins", "Del", "ID")), "trainings", "n"]]
     for line in _LINES:
         cells = [f"{m:.3f} ± {s:.3f}" for m, s in PAPER.get(line.method, ())] or [""] * 3
         for protocol in (PUBLISHED, TIE_SAFE):
-            cells += [_shown(means.get((line.method, protocol, name), {})) for name in SCORES]
-        body.append([line.label, *cells, *_counts(means.get((line.method, PUBLISHED, "score"), {}))])
+            found = {name: columns.get((line.method, protocol, name), {}) for name in SCORES}
+            cells += [f"{_shown(found[name])}{_interval(found[name]) if name == 'score' else ''}" for name in SCORES]
+        body.append([line.label, *cells, *_counts(columns.get((line.method, PUBLISHED, "score"), {}))])
     return f"{markdown(body)}\n\n{_accuracy(seeds)}"
 
 
 def localisation(seeds: Seeds) -> str:
     """How well maps find the bird, likewise."""
-    means = _means(seeds)
+    columns = _columns(seeds)
     body = [["", *LOCAL, "trainings", "n"]]
     for line in _LINES:
-        cells = [_shown(means.get((line.method, name, name), {})) for name in LOCAL]
-        body.append([line.label, *cells, *_counts(means.get((line.method, LOCAL[0], LOCAL[0]), {}))])
+        cells = [_shown(columns.get((line.method, name, name), {})) for name in LOCAL]
+        body.append([line.label, *cells, *_counts(columns.get((line.method, LOCAL[0], LOCAL[0]), {}))])
     return markdown(body)
 
 
@@ -138,29 +142,39 @@ def refresh(text: str, folder: Path) -> str:
     return written(text, {**blocks, TABLE: lambda: table(seeds()), "localisation": lambda: localisation(seeds())})
 
 
-Mean = tuple[float, int]
-"""A mean over images, and how many they are."""
+Column: TypeAlias = dict[str, dict[str, float]]
+"""A number of each image, by training."""
 
 
-def _means(seeds: Seeds) -> dict[tuple[str, str, str], dict[str, Mean]]:
-    """By method, protocol (or metric) and score: the mean over the images of each training."""
-    values: dict[tuple[str, str, str], dict[str, list[float]]] = {}
+def _columns(seeds: Seeds) -> dict[tuple[str, str, str], Column]:
+    """By method, protocol (or metric) and score.
+
+    Raises:
+        RelpropError: If an image was measured twice.
+    """
+    columns: dict[tuple[str, str, str], Column] = {}
     for seed, rows in seeds.items():
-        known = set[tuple[str, str, str, str]]()
         for row in rows:
-            what = row.image, row.method, row.metric, row.protocol
-            if what in known:
-                raise RelpropError(f"{' '.join(what)} has two rows in {seed}, measured under different settings.")
-            known.add(what)
             for name, value in row.values.items():
-                column = values.setdefault((row.method, row.protocol or row.metric, name), {})
-                column.setdefault(seed, []).append(value)
-    return {key: {seed: (mean(v), len(v)) for seed, v in by.items()} for key, by in values.items()}
+                column = columns.setdefault((row.method, row.protocol or row.metric, name), {}).setdefault(seed, {})
+                if row.image in column:
+                    what = " ".join((row.image, row.method, row.metric, row.protocol))
+                    raise RelpropError(f"{what} has two rows in {seed}, measured under different settings.")
+                column[row.image] = value
+    return columns
 
 
-def _shown(by_seed: Mapping[str, Mean]) -> str:
-    means = [m for m, _ in by_seed.values()]
-    return _spread(means, ".3f") if means else ""
+def _shown(column: Column) -> str:
+    return _spread([mean(values.values()) for values in column.values()], ".3f") if column else ""
+
+
+def _interval(column: Column) -> str:
+    images = set[str]().union(*column.values())
+    values = [mean(by[image] for by in column.values() if image in by) for image in sorted(images)]
+    if len(values) < 2:
+        return ""
+    found = estimate(values)
+    return f" [{found.low:.3f}, {found.high:.3f}]"
 
 
 def _spread(values: Sequence[float], form: str) -> str:
@@ -168,9 +182,9 @@ def _spread(values: Sequence[float], form: str) -> str:
     return f"{text} ± {stdev(values):{form}}" if len(values) > 1 else text
 
 
-def _counts(by_seed: Mapping[str, Mean]) -> list[str]:
-    counts = sorted({n for _, n in by_seed.values()})
-    return [str(len(by_seed)), "/".join(map(str, counts)) or "0"]
+def _counts(column: Column) -> list[str]:
+    counts = sorted({len(values) for values in column.values()})
+    return [str(len(column)), "/".join(map(str, counts)) or "0"]
 
 
 def _accuracy(seeds: Seeds) -> str:
