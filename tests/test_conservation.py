@@ -413,7 +413,7 @@ def build(spec: Net) -> nn.Module:
     return net
 
 
-@settings(max_examples=300)
+@settings(max_examples=200)
 @given(
     spec=NETS,
     kinds=st.lists(st.sampled_from(KINDS), min_size=1, max_size=3),

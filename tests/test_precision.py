@@ -44,7 +44,7 @@ def test_autocast_is_coarser_tells_so_and_leaves_nothing_behind() -> None:
     again = relprop.explain(net, x)
     largest = exact.relevance.abs().max()
     assert 1e-5 < (coarse.relevance - exact.relevance).abs().max() / largest < 5e-2
-    assert float(exact.ledger.error.max()) < 1e-6 < float(coarse.ledger.error.max()) < 2e-2
+    assert float(exact.ledger.error.max()) < 1e-5 < float(coarse.ledger.error.max()) < 2e-2
     assert coarse.settings["autocast"] == "bfloat16"
     assert "autocast" not in exact.settings
     assert torch.equal(again.relevance, exact.relevance)
