@@ -203,7 +203,7 @@ def check(
 
     \b
     relprop check photos/ --weights mine.safetensors
-    relprop check --model resnet18 --weights random --tolerance 1e-5
+    relprop check --model resnet18 --weights random --preset paper --tolerance 1e-6
     relprop check photo.jpg --preset epsilon --max-absorbed 0.05
 
     An image passes if no node, nor the whole, leaks more than the tolerance, and if what is absorbed by design (the

@@ -16,7 +16,7 @@ class Remembering:
     """A scorer that knows the probabilities of every image it has scored.
 
     Protocols that ask for the same masks of the same image then cost one of them. An image is known by a hash of its
-    bytes, which takes a fiftieth of ResNet-50's forward pass on a CPU; elsewhere bytes would have to travel for it.
+    bytes, so it has to be in the memory of the CPU.
 
     Args:
         score: What scores an image for the first time.

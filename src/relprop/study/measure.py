@@ -105,6 +105,7 @@ class Measure:
         objects: Whether it needs to know where the objects are; its rows depend on that too.
         company: Whether what it says of an image depends on the others of its batch; its rows depend on them too.
         unfit: Why it cannot be had of a method, in a sentence, or None.
+        shared: Whether it scores images that another measure scores too.
         forwards: Forward passes that it takes for an image and a method, about.
         explanations: Explanations that it asks for, beyond that of the batch.
     """
@@ -117,6 +118,7 @@ class Measure:
     maps: bool = True
     objects: bool = False
     company: bool = False
+    shared: bool = False
     unfit: Callable[[Method], str | None] = field(default=_any, repr=False)
     forwards: float = 0.0
     explanations: float = 0.0

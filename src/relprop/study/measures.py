@@ -87,7 +87,7 @@ def _insertion(way: str, options: Mapping[str, Any], *, shared: bool) -> Measure
     settings: dict[str, Any] = {"protocol": way} if published else {"points": 26, "seeds": 3, "baseline": "black"}
     settings |= given
     _try(settings)
-    shared = shared and not published and settings["baseline"] == "black" and isinstance(settings["points"], int)
+    elsewhere = shared and not published and settings["baseline"] == "black"
 
     def run(seen: Seen) -> list[Measured]:
         # The published figures score the true class; a tie-safe score is about what was explained. Either is there.
@@ -99,7 +99,7 @@ def _insertion(way: str, options: Mapping[str, Any], *, shared: bool) -> Measure
         # As published, gradient baselines are ranked by their first channel; all other maps by the sum.
         maps = seen.raw if published and seen.method.family == "captum" else seen.maps
         asked = dict(settings)
-        if shared:
+        if elsewhere:
             asked["points"] = _places(seen.x.shape[2:].numel(), settings["points"])
         every = insertion_deletion(
             seen.model, seen.x, maps, scored=scored, indices=seen.tickets, scorer=seen.scorer, **asked
@@ -119,8 +119,8 @@ def _insertion(way: str, options: Mapping[str, Any], *, shared: bool) -> Measure
         return result
 
     curve = settings.get("points") or PUBLISHED_POINTS
-    told = settings | ({"places": "otsuki2024"} if shared else {})
-    return Measure("insertion-deletion", way, run, told, "score", forwards=2.0 * curve)
+    told = settings | ({"places": "otsuki2024"} if elsewhere else {})
+    return Measure("insertion-deletion", way, run, told, "score", forwards=2.0 * curve, shared=shared)
 
 
 def _places(size: int, points: int) -> int | list[int]:

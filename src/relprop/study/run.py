@@ -84,7 +84,7 @@ def evaluate(
         methods: Names of methods, see ``relprop.methods``, or methods of your own.
         metrics: Names of metrics, as ``relprop metrics`` lists them.
         protocol: For insertion and deletion: ``tie-safe``, ``otsuki2024``, ``both``, or ``together``, which is both in
-            the same places of the curves and costs little more than one.
+            the same places of the curves: on a CPU, masks that they share are scored once.
         limit: At most so many images, spread over the classes.
         seed: Which ones.
         shard: ``(3, 16)`` for the third of sixteen parts, each with every sixteenth batch of the whole; together, see

@@ -189,7 +189,8 @@ class Runner:
         label = torch.tensor([-1 if s.label is None else s.label for s in samples.values()], device=x.device)
         tickets = [int(sample.key[:12], 16) for sample in samples.values()]
         for number, (method, wanted) in enumerate(todo.items(), 1):
-            score = Remembering(scorer) if x.device.type == "cpu" else scorer
+            again = x.device.type == "cpu" and any(measure.shared for measure in wanted)
+            score = Remembering(scorer) if again else scorer
             seen = Seen(self.model, method, list(samples), x, target, label, objects, tickets, score)
             rows = []
             for measure, name, chosen, (values, curves) in self._explain(seen, wanted, keys):
