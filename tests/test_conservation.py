@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 import relprop
 from relprop import rules
+from relprop.ledger import total
 
 TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-10}
 SIZES = {
@@ -164,6 +165,22 @@ def test_what_epsilon_and_biases_take_is_named(resnet18: dict[torch.dtype, nn.Mo
     accounted = totals(e) + sum(e.ledger.absorbed_by_cause.values())
     torch.testing.assert_close(accounted, e.start, rtol=1e-8, atol=0)
     assert set(e.ledger.absorbed_by_cause) == {"epsilon", "bias"}
+
+
+def test_a_bias_of_tokens_is_that_of_their_features_though_there_are_as_many() -> None:
+    for tokens in (7, 8):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Flatten(), nn.Linear(8 * tokens, 5)).double().eval()
+        x = sample("noise", (tokens, 8), torch.float64)
+        e = relprop.explain(model, x, preset="epsilon", strict=True)
+        assert e.ledger.error.max() < 1e-12
+
+
+@pytest.mark.parametrize("size", [False, True])
+def test_sums_do_not_depend_on_how_relevance_lies_in_memory(size: bool) -> None:
+    r = torch.arange(768.0, dtype=torch.float64).reshape(2, 8, 4, 4, 3).movedim(-1, 0) - 300
+    expected = (r.abs() if size else r).flatten(2).sum(2)
+    torch.testing.assert_close(total(r, size=size), expected)
 
 
 def test_a_dead_network_hands_relevance_evenly_to_real_inputs_and_none_to_padding() -> None:

@@ -43,7 +43,7 @@ def steadied(r: Tensor, z: Tensor, eps: Tensor) -> tuple[Tensor, Tensor]:
 
 def shared(s: Tensor, bias: Tensor) -> Tensor:
     """What a bias takes: ``sum_j s_j b_j``, ``(T, B)``."""
-    if bias.numel() == bias.shape[0] == s.shape[2]:  # one a channel
+    if bias.numel() == bias.shape[0] == s.shape[2] and bias.ndim == s.ndim - 2:  # one a channel
         return s.flatten(3).sum(3).double() @ bias.flatten().double() if s.ndim > 3 else s.double() @ bias.double()
     return total(s * bias)
 

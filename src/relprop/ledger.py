@@ -29,15 +29,16 @@ def total(r: Tensor, *, size: bool = False) -> Tensor:
     which is as exact as the values and many times faster than widening each of them.
     """
     if r.ndim > 3:
-        row = math.gcd(r[0, 0].numel(), 1024)
-        if row >= 32 and tileable(r.flatten(0, 1)):
+        row, flat = math.gcd(r[0, 0].numel(), 1024), r.flatten(0, 1)
+        if row >= 32 and tileable(flat):
             count = r[0, 0].numel() // row
-            rows = r.as_strided((*r.shape[:2], count, row), (r.stride(0), r.stride(1), row, 1))
+            rows = flat.as_strided((len(flat), count, row), (flat.stride(0), row, 1))
             if size:  # a sample at a time, in memory that stays in the cache: twice as fast as torch's own norm
                 room = rows.new_empty((count, row))
-                parts = torch.stack([torch.abs(part, out=room).sum(-1) for part in rows.flatten(0, 1)])
-                return parts.sum(-1, dtype=torch.float64).reshape(r.shape[:2])
-            return rows.sum(-1).sum(-1, dtype=torch.float64)
+                parts = torch.stack([torch.abs(part, out=room).sum(-1) for part in rows])
+            else:
+                parts = rows.sum(-1)
+            return parts.sum(-1, dtype=torch.float64).reshape(r.shape[:2])
     r = r.abs() if size else r
     if r.ndim > 3:
         # In the order of memory, whatever the layout: channels last, or contiguous.
