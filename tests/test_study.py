@@ -764,6 +764,18 @@ def test_bad_requests_get_one_sentence(model: zoo.Model, photos: Path) -> None:
         tabulate([])
 
 
+def test_what_stands_for_missing_pixels_is_named_at_a_shell(photos: Path, tmp_path: Path, relprop: Relprop) -> None:
+    asked = ("--model", "resnet18", "--weights", "random", "--limit", 1, "--methods", "centre", "--points", 3)
+    for baseline in ("black", "mean"):
+        code, _, err = relprop("evaluate", photos, *asked, "--baseline", baseline, "--out", tmp_path)
+        assert code == 0, err
+    first, second = (row.values["score"] for row in read(tmp_path))
+    assert first != second
+    code, _, err = relprop("evaluate", photos, *asked, "--baseline", "purple", "--out", tmp_path)
+    assert code == 2
+    assert "purple" in err
+
+
 def test_the_verbs_of_a_shell(photos: Path, tmp_path: Path, relprop: Relprop) -> None:
     asked = ("--model", "resnet18", "--weights", "random", "--limit", 2, "--out", tmp_path)
     named = ("--methods", "random, centre", "--metrics", "sparseness,conservation-error")

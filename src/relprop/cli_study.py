@@ -42,6 +42,9 @@ def evaluate(
         int | None, typer.Option(min=2, help="Points of a curve; by default 26, or the 101 that were published.")
     ] = None,
     seeds: Annotated[int, typer.Option(min=1, help="Random orders in which tied pixels are taken.")] = 3,
+    baseline: Annotated[
+        Literal["black", "mean", "blur"], typer.Option(help="What stands for missing pixels, tie-safe.")
+    ] = "black",
     limit: Annotated[int | None, typer.Option(min=1, help="At most so many images, spread over the classes.")] = None,
     seed: Annotated[int, typer.Option(help="Which ones.")] = 0,
     shard: Annotated[
@@ -88,7 +91,7 @@ def evaluate(
     part = _shard(shard)
     keep_freed()
     net = load_model(model, weights)
-    options: dict[str, Any] = {"points": points, "seeds": seeds}
+    options: dict[str, Any] = {"points": points, "seeds": seeds, "baseline": baseline}
     engine = _cluster(ray, workers, cpus_per_worker, gpus_per_worker)
     # Ray tells on stdout of workers that died; that is for results.
     aside = contextlib.redirect_stdout(sys.stderr) if engine is not None else contextlib.nullcontext()
