@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor, nn
 
 import relprop
 from relprop import rules, tents
+from relprop.convolution import Convolution
+from relprop.presets import PRESETS
 
 
 def noise(*shape: int, seed: int = 0) -> Tensor:
@@ -40,31 +44,79 @@ def net() -> nn.Module:
 
 
 @pytest.mark.parametrize(
-    ("stride", "sizes"),
+    ("steps", "sizes"),
     [((2,), (7,)), ((2, 2), (6, 9)), ((3, 1), (7, 5)), ((4, 4), (3, 3)), ((2, 2, 2), (5, 4, 6))],
     ids=["one axis", "two", "one of two", "wider than the map", "three"],
 )
-def test_a_tent_loses_nothing_and_keeps_signs(stride: tuple[int, ...], sizes: tuple[int, ...]) -> None:
-    r = noise(2, 3, 4, *sizes)
-    smooth = tents.evened(r, stride)
-    assert smooth.shape == r.shape
-    torch.testing.assert_close(smooth.flatten(3).sum(3), r.flatten(3).sum(3))
-    assert tents.evened(r.abs(), stride).min() >= 0
-    assert not torch.equal(smooth, r)
+def test_a_tent_blends_ones_to_ones_and_its_transpose_loses_nothing(
+    steps: tuple[int, ...], sizes: tuple[int, ...]
+) -> None:
+    a, c = noise(2, 4, *sizes), noise(3, 2, 4, *sizes)
+    torch.testing.assert_close(tents.blended(torch.ones_like(a), steps), torch.ones_like(a))
+    back = tents.handed(c, steps)
+    torch.testing.assert_close(back.flatten(3).sum(3), c.flatten(3).sum(3))
+    torch.testing.assert_close((tents.blended(a, steps) * c).sum(), (a * back).sum())
+    assert tents.handed(c.abs(), steps).min() >= 0
+    assert not torch.equal(back, c)
 
 
 def test_a_tent_by_hand() -> None:
     r = torch.tensor([8.0, 0, 0, 0, 12.0]).reshape(1, 1, 1, 5)
     expected = torch.tensor([8 * 2 / 3, 8 / 3, 0, 4, 8])  # at a rim, over the two places that are there
-    torch.testing.assert_close(tents.evened(r, (2,))[0, 0, 0], expected)
+    torch.testing.assert_close(tents.handed(r, (2,))[0, 0, 0], expected)
+    mean = torch.tensor([8 * 2 / 3, 2, 0, 3, 8])
+    torch.testing.assert_close(tents.blended(r, (2,))[0, 0, 0], mean)
 
 
-def test_without_strides_nothing_is_evened() -> None:
-    r = noise(1, 1, 2, 4, 4)
-    assert tents.evened(r, (1, 1)) is r
+@pytest.mark.parametrize(
+    ("layer", "steps"),
+    [
+        (nn.Conv2d(2, 3, 3, 1), ()),
+        (nn.Conv2d(2, 3, 1, 2), (2, 2)),
+        (nn.Conv2d(2, 3, (3, 2), (2, 2)), (2, 1)),  # two taps, two apart: every column once
+        (nn.Conv2d(2, 3, 4, 4), ()),  # patches side by side
+        (nn.Conv2d(2, 3, 4, 2, dilation=2), (2, 2)),  # sees every other place only
+        (nn.Conv1d(2, 3, 3, 2), (2,)),
+        (nn.MaxPool2d(3, 2, ceil_mode=True), (2, 2)),
+        (nn.MaxPool1d(3, 2), (2,)),
+        (nn.MaxPool3d(2), ()),
+        (nn.AvgPool2d(3, 2), (2, 2)),
+    ],
+    ids=str,
+)
+def test_maps_that_visit_inputs_unevenly_are_evened_in_the_plan_and_in_fact(
+    layer: nn.Module, steps: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(PRESETS, "uneven", replace(PRESETS["relprop"], even=False))
+    axes = int(type(layer).__name__[-2])
+    stem = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}[axes](1, 2, 1)
+    model = nn.Sequential(stem, nn.ReLU(), layer, nn.Flatten(), nn.LazyLinear(2)).double().eval()
+    x = noise(1, 1, *[9] * axes).abs()
+    with torch.no_grad():
+        model(x)
+        for weight in model.parameters():
+            weight.abs_()  # so that everything is alive
+    assert ("evened" in relprop.plan(model).rows()[3]["treatment"]) == bool(steps)
+    before, after = (relprop.explain(model, x, 0, preset=p, start="one").heatmap for p in ("uneven", "relprop"))
+    assert torch.allclose(before, after) != bool(steps)
+
+
+def test_what_is_not_active_gets_nothing_from_a_neighbour() -> None:
+    """The tent weighs contributions, it does not blur relevance."""
+    model = nn.Sequential(nn.Conv2d(1, 1, 1, stride=2, bias=False), nn.Flatten(), nn.Linear(9, 1)).double().eval()
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.abs_()
+    x = noise(1, 1, 6, 6).abs()
+    x[..., 3] = 0
+    how = {"preset": "paper", "start": "one", "overrides": {"0": rules.evened(rules.zplus())}}
+    heat = relprop.explain(model, x, **how).heatmap[0]
+    assert (heat[:, 3] == 0).all()
+    assert (heat[:, [0, 1, 2, 4, 5]] > 0).all()
 
 
 def test_a_strided_1x1_convolution_reaches_every_place_of_a_step() -> None:
+    torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(2, 3, 1, stride=2), nn.ReLU(), nn.Flatten(), nn.Linear(27, 2)).double().eval()
     model[0].weight.data.abs_()  # so that every output is alive
     model[0].bias.data.zero_()
@@ -74,6 +126,53 @@ def test_a_strided_1x1_convolution_reaches_every_place_of_a_step() -> None:
     assert (dots != 0).sum() == 9
     assert (even != 0).all()
     torch.testing.assert_close(even.sum(), dots.sum())
+
+
+@pytest.mark.parametrize(
+    "layer",
+    [
+        nn.Conv2d(4, 4, 3, 2, 1, groups=4),
+        nn.Conv2d(4, 6, 5, 3, padding="valid", dilation=2, groups=2),
+        nn.MaxPool2d(3, 2, 1, ceil_mode=True),
+        nn.AvgPool2d(3, 2, 1, count_include_pad=False),
+    ],
+    ids=str,
+)
+def test_evened_rules_lose_nothing(layer: nn.Module) -> None:
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), layer, nn.Flatten(), nn.LazyLinear(3)).double().eval()
+    x = noise(2, 3, 14, 14)
+    with torch.no_grad():
+        model(x)
+    e = relprop.explain(model, x, torch.tensor([[0, 2], [1, 0]]), strict=True)
+    assert "evened" in relprop.plan(model, x).rows()[3]["treatment"]
+    assert e.ledger.error.max() < 1e-12
+
+
+def test_an_evened_gamma_asks_the_blended_outputs_for_their_sign() -> None:
+    """Where the network's own output has the other sign, its boosted denominator may be anything."""
+    for seed in range(100):
+        linear = Convolution(noise(3, 2, 3, 3, seed=seed), None, (2, 2), [(1, 1), (1, 1)], (1, 1), 1)
+        a, r = noise(1, 2, 8, 8, seed=1000 + seed).relu(), noise(1, 1, 3, 4, 4, seed=2000 + seed).abs()
+        (handed,), _, _ = rules.evened(rules.gamma(0.25))(linear, a, r)
+        assert handed.abs().sum() < 2 * r.sum()
+
+
+class Heads(nn.Module):
+    def __init__(self, gated: bool) -> None:
+        super().__init__()
+        self.body, self.one, self.two = nn.Linear(4, 6), nn.Linear(6, 3), nn.Linear(3 if gated else 6, 3)
+        self.gated = gated
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.body(x).relu()
+        y: Tensor = self.one(h)
+        return y * self.two(y).sigmoid() if self.gated else y + self.two(h)
+
+
+def test_every_head_has_the_heads_rule_and_a_gate_is_none() -> None:
+    for gated, heads in ((False, ["one", "two"]), (True, ["one"])):
+        rows = relprop.plan(Heads(gated).eval()).rows()
+        assert [row["node"] for row in rows if "alpha" in row["treatment"]] == heads
 
 
 # -- the start --------------------------------------------------------------------------------------------------------

@@ -32,7 +32,7 @@ def test_the_page_of_the_birds_is_that_of_its_results() -> None:
 
 def test_the_page_of_the_preset_is_that_of_its_results() -> None:
     page = (ROOT / "docs" / "preset.md").read_text(encoding="utf-8")
-    assert "| relprop (beta 4) |" in page
+    assert "| relprop: tents weigh contributions |" in page
     assert "| `relprop` |" in page
     assert choice.refresh(page, RESULTS / "preset") == page
 
@@ -51,11 +51,17 @@ def test_methods_of_other_images_are_paired_and_rows_of_other_settings_are_not_m
         ours = [_row(image, "relprop", "insertion-deletion", value) for image, value in found.items()]
         theirs = [_row(image, "ii", "insertion-deletion", value) for image, value in {"a": 0.1, "b": 0.3}.items()]
         published = [_row("a", "ii", "insertion-deletion", 0.9, protocol="otsuki2024")]
-        journal.add([*ours, *theirs, *published, _row("a", "centre", "pointing-game", 1.0)])
+        others = [_row("a", "centre", "pointing-game", 1.0), _row("a", "relprop", "road", 0.25)]
+        journal.add([*ours, *theirs, *published, *others])
     lines = choice.held_out(tmp_path).splitlines()
     assert lines[2] == "| `relprop` | 0.700 | 0.000 | 0.700 |  | 3 |"
     assert lines[3] == "| `ii` | 0.200 | 0.000 | 0.200 | +0.400 [+0.400, +0.400] | 2 |"
-    assert lines[4] == "| `centre` |  |  |  |  | 0 |"
+    assert lines[5] == "|  | road | ours less its own | pointing-game | ours less its own | n |"
+    assert lines[7:] == [
+        "| `relprop` | 0.250 |  |  |  | 1 |",
+        "| `ii` |  |  |  |  |  |",
+        "| `centre` |  |  | 1.000 |  | 1 |",
+    ]
     with Journal(tmp_path / "journal.sqlite") as journal:
         journal.add([_row("a", "ii", "insertion-deletion", 0.2, "of more points")])
     with pytest.raises(RelpropError, match="a has two rows of ii, insertion"):

@@ -11,9 +11,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from relprop import tents
 from relprop.kernels import Packed, packable
-from relprop.maps import LinearMap, Transform
+from relprop.maps import LinearMap, Transform, uneven
 from relprop.precision import multiplied
 
 _Phase = tuple[tuple[Any, ...], list[int], Packed | None]
@@ -44,6 +43,7 @@ class Convolution(LinearMap):
         super().__init__(weight, None if bias is None else bias.reshape(-1, *[1] * (weight.ndim - 2)))
         self.stride, self.dilation, self.groups = list(stride), list(dilation), groups
         self.padding = list(padding)
+        self.steps = uneven(weight.shape[2:], stride, dilation)
         self._flat_bias = bias
         self._forward: Tensor | None = None
         self._kernels: dict[Transform | None, Packed] = {}
@@ -87,7 +87,7 @@ class Convolution(LinearMap):
         return self._kernel(a, transform)(a) if self._packs(a) else super().sums(a, transform)
 
     def shares(self, s: Tensor, transform: Transform, shape: Sequence[int], times: Tensor | None = None) -> Tensor:
-        if len(self.stride) != 2 or times is None or not packable(s[0]) or 0 in s.stride() or not self._has_phases:
+        if len(self.stride) != 2 or not packable(s[0]) or 0 in s.stride() or not self._has_phases:
             return super().shares(s, transform, shape, times)
         targets, s = len(s), s.flatten(0, 1)
         key = (s.shape, tuple(shape))
@@ -101,7 +101,9 @@ class Convolution(LinearMap):
                 result[place] = 0
                 continue
             near = F.pad(s, around) if any(around) else s
-            if targets > 1:
+            if times is None:
+                part = kernel(near)
+            elif targets > 1:
                 part = kernel(near).unflatten(0, (targets, -1)).mul_(times[place]).flatten(0, 1)
             else:
                 part = kernel(near, times=times[place])
@@ -187,9 +189,6 @@ class Convolution(LinearMap):
         even = self._transpose(per_group, self._window, (self.groups, *shape[1:]), self.groups)
         inputs = shape[0] // self.groups
         return even.expand(-1, inputs, *shape[1:]) if self.groups == 1 else even.repeat_interleave(inputs, 1)
-
-    def evened(self, r: Tensor) -> Tensor:
-        return tents.evened(r, self.stride)
 
     def fan(self, shape: Sequence[int]) -> Tensor:
         ones = self.weight.new_ones((1, self.groups, *shape[1:]))

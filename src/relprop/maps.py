@@ -15,8 +15,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from relprop import tents
-
 Transform = Callable[[Tensor], Tensor]
 """An elementwise change of weights, such as their positive part."""
 
@@ -27,7 +25,10 @@ class LinearMap(ABC):
     Attributes:
         weight: Parameters from which every ``w_ji`` comes, elementwise.
         bias: Bias in a shape that broadcasts to one sample's output, or None.
+        steps: How far apart windows lie on each spatial axis, if that makes them visit some inputs more than others.
     """
+
+    steps: tuple[int, ...] = ()
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
         self.weight = weight
@@ -78,10 +79,6 @@ class LinearMap(ABC):
         """Gives each output's ``s_j`` to every input it really has, ``sum_j s_j`` over the ``j`` that see ``i``."""
         return self.transpose(s, torch.ones_like(self.weight), shape)
 
-    def evened(self, r: Tensor) -> Tensor:
-        """Relevance of inputs, ``(T, B, ...)``, without the grain that uneven visits leave; here all are alike."""
-        return r
-
     def fan(self, shape: Sequence[int]) -> Tensor:
         """Counts the real inputs of every output unit, for inputs of ``shape``; a batch of one."""
         ones = self.weight.new_ones((1, *shape))
@@ -94,6 +91,15 @@ class LinearMap(ABC):
             fan = self.fan(shape)
             self._fans[key] = fan.clamp(min=1), None if fan.all() else fan == 0
         return self._fans[key]
+
+
+def uneven(kernel: Sequence[int], stride: Sequence[int], dilation: Sequence[int]) -> tuple[int, ...]:
+    """The steps of windows that slide, one where every input of an axis is visited alike; none if all are."""
+    steps = []
+    for k, t, d in zip(kernel, stride, dilation, strict=True):
+        visits = [sum(d * tap % t == place for tap in range(k)) for place in range(t)]
+        steps.append(t if len(set(visits)) > 1 else 1)
+    return tuple(steps) if max(steps) > 1 else ()
 
 
 class Dense(LinearMap):
@@ -132,13 +138,18 @@ class Window(LinearMap):
         members: One ``(outputs, inputs)`` matrix of zeros and ones for each of the trailing axes.
         scale: Factor of each output, of the outputs' spatial shape.
         sliding: Kernel, stride and padding of windows of two axes that torch can sum by itself, which is faster.
+        steps: As of every map.
     """
 
     def __init__(
-        self, members: Sequence[Tensor], scale: Tensor, sliding: tuple[list[int], list[int], list[int]] | None = None
+        self,
+        members: Sequence[Tensor],
+        scale: Tensor,
+        sliding: tuple[list[int], list[int], list[int]] | None = None,
+        steps: tuple[int, ...] = (),
     ) -> None:
         super().__init__(scale)
-        self._members, self._sliding = list(members), sliding
+        self._members, self._sliding, self.steps = list(members), sliding, steps
 
     def apply(self, a: Tensor, weight: Tensor) -> Tensor:
         if self._sliding and a.ndim == 4:
@@ -156,9 +167,6 @@ class Window(LinearMap):
             )[0]
             return back
         return self._contract(s * weight, [m.T for m in self._members])
-
-    def evened(self, r: Tensor) -> Tensor:
-        return tents.evened(r, self._sliding[1]) if self._sliding and r.ndim == 5 else r
 
     def _contract(self, x: Tensor, matrices: Sequence[Tensor]) -> Tensor:
         # Channels last: each axis is then one batched matrix product over whole rows of channels.

@@ -17,11 +17,10 @@ from torch import nn
 
 from relprop import concepts, merges, rules
 from relprop.attention import Matrices
-from relprop.convolution import Convolution
 from relprop.errors import RelpropError
 from relprop.gates import Product
 from relprop.graph import Graph, Node
-from relprop.mapped import BatchNorm, Linear, Mapped
+from relprop.mapped import AveragePool, BatchNorm, Linear, Mapped
 from relprop.merges import Shares, Split
 from relprop.norms import Norm
 from relprop.operators import Constant, MaxPool, Operator, Scalar, Sum, Unknown
@@ -140,11 +139,8 @@ def make(
         table = replace(table, split=merges.split(split), lower_split=None)
     if pixels is not None and table.first.name.startswith("zB"):
         table = replace(table, first=zbox(*pixels, epsilon=table.first.epsilon))
-    head = max((i for i, node in enumerate(graph) if _weighted(node)), default=None)
-    treatments = [
-        _treat(node, table, upper=_upper(graph, node), head=i == head and not node.first)
-        for i, node in enumerate(graph)
-    ]
+    last = _last(graph)
+    treatments = [_treat(node, table, upper=_upper(graph, node), head=i in last) for i, node in enumerate(graph)]
     for key, value in (overrides or {}).items():
         _override(graph, treatments, key, _named(value))
     if layer is not None:
@@ -184,6 +180,18 @@ def _upper(graph: Graph, node: Node) -> bool:
     return node in maps[len(maps) // 2 :] or (bool(maps) and graph.nodes.index(node) > graph.nodes.index(maps[-1]))
 
 
+def _last(graph: Graph) -> set[int]:
+    """The maps with weights that relevance comes to before any other: the head, or the heads that are added up."""
+    below, last = set[int](), set[int]()
+    for i in sorted(graph.reached(), reverse=True):
+        node = graph.nodes[i]
+        if _weighted(node) and i not in below:
+            last.add(i)
+        if _weighted(node) or i in below:
+            below.update(node.inputs[k] for k in node.operator.heirs)
+    return last
+
+
 def _weighted(node: Node) -> bool:
     return isinstance(node.operator, Mapped) and node.operator.weighted
 
@@ -192,25 +200,30 @@ def _treat(node: Node, preset: Preset, *, upper: bool, head: bool) -> Treatment:
     op = node.operator
     rule = (preset.head if head else None) or (preset.upper if upper else None)
     if node.first:
-        return _evened(op, preset.first) if preset.even else preset.first
+        return _evened(op, preset.first, preset)
     if isinstance(op, BatchNorm | Norm):
         norm = preset.upper_norm if rule else preset.norm
         return _unfolded(node, rule or ZENNIT) if norm == FOLD else PASS
     if isinstance(op, Mapped):
-        if not op.weighted and not isinstance(op, Matrices):
-            return rule or preset.average
-        rule = rule or (preset.conv if op.label.startswith("conv") else preset.dense)
-        return _evened(op, rule) if preset.even else rule
+        average = not op.weighted and not isinstance(op, Matrices)
+        own = preset.average if average else preset.conv if op.label.startswith("conv") else preset.dense
+        return _evened(op, rule or own, preset)
     if isinstance(op, Sum) and op.parts > 1:
         lower = preset.lower_split if node.merge is not None and not upper else None
         return lower or preset.split
-    return preset.pool if isinstance(op, MaxPool) else None
+    return _stand_in(op, preset) if isinstance(op, MaxPool) else None
 
 
-def _evened(op: Operator, rule: Rule) -> Rule:
-    """The rule; of a strided convolution, with what it hands on evened out."""
-    linear = op.linear if isinstance(op, Linear) else None
-    return evened(rule) if isinstance(linear, Convolution) and max(linear.stride) > 1 else rule
+def _stand_in(op: MaxPool, preset: Preset) -> Pooling:
+    pool = preset.pool
+    return pool if pool.rule is None or pool.halves else replace(pool, rule=_evened(op, pool.rule, preset))
+
+
+def _evened(op: Operator, rule: Rule, preset: Preset) -> Rule:
+    """The rule, evened if the preset has it so and the operator visits its inputs unevenly."""
+    pooled = op.pool.steps if isinstance(op, MaxPool | AveragePool) else ()
+    steps = op.linear.steps if isinstance(op, Linear) else pooled
+    return evened(rule) if preset.even and steps else rule
 
 
 def _unfolded(node: Node, rule: Rule) -> Treatment:

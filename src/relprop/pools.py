@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from relprop.errors import RelpropError
-from relprop.maps import Window
+from relprop.maps import Window, uneven
 
 Table = list[list[int]]
 """For every output along one axis, the inputs of its window that are not padding."""
@@ -100,6 +100,12 @@ class Pool:
         """The number of axes that are pooled."""
         return len(self.windows.outputs if isinstance(self.windows, Adaptive) else self.windows.kernel)
 
+    @property
+    def steps(self) -> tuple[int, ...]:
+        """How far apart its windows lie, if that makes them visit some inputs more than others."""
+        w = self.windows
+        return uneven(w.kernel, w.stride, w.dilation) if isinstance(w, Sliding) else ()
+
     def shape(self, before: Sequence[int]) -> tuple[int, ...]:
         """The shape that the pool makes of another."""
         lead = len(before) - self.axes
@@ -114,7 +120,7 @@ class Pool:
             count = Window(matrices, a.new_ones(())).fan((1, *sizes))[0, 0].clamp(min=1)
             # What torch divides by depends on three options; its answer for ones says it all.
             whole = 1.0 if self.kind == "max" else self.forward(a.new_ones(1, 1, *sizes))[0, 0]
-            self._maps[key] = Window(matrices, whole / count, self._plain(sizes))
+            self._maps[key] = Window(matrices, whole / count, self._plain(sizes), self.steps)
         return self._maps[key]
 
     def _plain(self, sizes: Sequence[int]) -> tuple[list[int], list[int], list[int]] | None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from relprop.errors import RelpropError
 from relprop.merges import RATIO, SIGNED, SYMMETRIC, Split
 from relprop.operators import MaxPool
-from relprop.rules import Rule, alpha_beta, epsilon, evened, flat, gamma, wplus, zbox, zplus
+from relprop.rules import Rule, alpha_beta, epsilon, flat, gamma, wplus, zbox, zplus
 
 __all__ = ["FOLD", "HALVES", "PASS", "POOLINGS", "PRESETS", "WINNER", "ZENNIT", "Pooling", "Preset"]
 
@@ -69,8 +69,8 @@ class Preset:
         upper: Rule for linear maps in the upper half of the blocks and the head; None for the same as below.
         upper_norm: What becomes of batch norms there.
         lower_split: Split at merges in the lower half; None for the same as above.
-        head: Rule for the last linear map with weights, which makes the outputs; None for the same as below.
-        even: Whether strided convolutions even out what they hand on (:mod:`relprop.tents`); of pools, the rule says.
+        head: Rule for the last linear maps with weights, which make the outputs; None for the same as below.
+        even: Whether inputs that strided convolutions and pools visit unevenly count alike (:mod:`relprop.tents`).
         start: What the classes of an output start with, unless told; None for the probability.
     """
 
@@ -101,7 +101,7 @@ PRESETS: dict[str, Preset] = {
         zplus(),
         zplus(),
         wplus(),
-        Pooling("average", evened(zplus())),
+        POOLINGS["average"],
         PASS,
         RATIO,
         lower_split=SYMMETRIC,

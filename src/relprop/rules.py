@@ -33,6 +33,7 @@ from relprop.divisions import divide, note, per_target, shared, steadied
 from relprop.errors import RelpropError
 from relprop.ledger import total
 from relprop.maps import LinearMap, Transform
+from relprop.tents import tented
 from relprop.tiles import tileable
 from relprop.transforms import Above, Boosted, negative, one_sample, positive, same, square, tiny
 
@@ -93,7 +94,7 @@ class Rule:
         relative: Whether epsilon counts in units of the root mean square of the sample's outputs.
         unsigned: Whether epsilon is added as it is, instead of with the denominator's sign.
         keeps_sign: Whether relevance that is nowhere negative stays so.
-        even: Whether what is handed to inputs that a stride visits unevenly is evened out among them.
+        even: Whether inputs that a stride visits unevenly count alike (:mod:`relprop.tents`).
     """
 
     name: str
@@ -125,7 +126,8 @@ class Rule:
     def divides_output(self) -> bool:
         """Whether what it divides by, up to the stabiliser, is the map's own output, bias and all."""
         part = self.parts[0]
-        return len(self.parts) == 1 and part.terms == (Term(same, same),) and part.bias is same and not part.sign
+        own = part.terms == (Term(same, same),) and part.bias is same and not part.sign
+        return own and len(self.parts) == 1 and not self.even
 
     def __call__(
         self, linear: LinearMap, a: Tensor, r: Tensor, *, nonnegative: bool = False, y: Tensor | None = None
@@ -142,6 +144,7 @@ class Rule:
         Returns:
             Relevance of the input, and what was absorbed.
         """
+        linear = tented(linear) if self.even else linear
         result: Tensor | None = None
         absorbed: dict[str, Tensor] = {}
         shape = a.shape[1:]
@@ -170,7 +173,7 @@ class Rule:
                 result = c if result is None else result + c
             if even is not None and result is not None:
                 result = result + even if 0 in result.stride() else result.add_(even)
-        return Handed((linear.evened(result) if self.even and result is not None else result,), absorbed)
+        return Handed((result,), absorbed)
 
     def _stabilise(self, r: Tensor, z: Tensor, bias: Tensor | None, absorbed: dict[str, Tensor]) -> Tensor:
         """Divides by ``z + eps sign(z)``, with the bias in ``z``, and names what the two take."""
@@ -315,7 +318,7 @@ def alpha_beta(alpha: float = 2.0, beta: float = 1.0, epsilon: float | None = No
 
 
 def evened(rule: Rule) -> Rule:
-    """The same, with relevance evened out over the steps of a strided convolution; see :mod:`relprop.tents`."""
+    """The same, with the places within a step of a strided map counting alike; see :mod:`relprop.tents`."""
     return replace(rule, name=f"{rule.name}, evened", even=True)
 
 

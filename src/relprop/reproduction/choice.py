@@ -11,6 +11,7 @@ from relprop.errors import RelpropError
 from relprop.reproduction.page import written
 from relprop.reproduction.tables import TIE_SAFE, markdown
 from relprop.study import estimate, read
+from relprop.study.measures import NAMES
 from relprop.study.table import Estimate
 
 __all__ = ["SEARCH", "held_out", "refresh", "screened"]
@@ -19,7 +20,6 @@ SEARCH = "search.csv"
 OURS, RIVAL = "relprop", "grad-cam"
 _SCREENED_RIVAL = "Grad-CAM"
 _INSERTION = ("insertion", "deletion", "score")
-_OTHERS = ("pointing-game", "energy-pointing", "rank-accuracy", "class-sensitivity")
 
 Column = Mapping[str, float]
 """A number of each image."""
@@ -81,17 +81,17 @@ def held_out(folder: Path) -> str:
         return estimate(pairs, level=level) if pairs and method != OURS else None
 
     scores = [["", "Ins", "Del", "ID", "ID of ours less its own", "n"]]
-    others = [["", *(text for name in _OTHERS for text in (name, "ours less its own")), "n"]]
+    measured = [name for name in NAMES if any((method, name) in columns for method in methods)]
+    others = [["", *(text for name in measured for text in (name, "ours less its own")), "n"]]
     for method in [OURS, *sorted(rivals, key=lambda m: -_mean(columns.get((m, "score"), {})))]:
-        count, *_ = counted = [len(columns.get((method, name), {})) for name in ("score", *_OTHERS)]
-        means = [f"{_mean(columns[method, name]):.3f}" if (method, name) in columns else "" for name in _INSERTION]
-        scores.append([f"`{method}`", *means, _signed(less(method, "score")), str(count)])
-        cells = [f"`{method}`"]
-        for name in _OTHERS:
-            there = columns.get((method, name), {})
-            cells += [f"{_mean(there):.3f}" if there else "", _signed(less(method, name))]
-        others.append([*cells, "/".join(map(str, sorted(set(counted[1:]))))])
-    return f"{markdown(scores)}\n\n{markdown(others)}"
+        if (method, "score") in columns:
+            means = [f"{_mean(columns[method, name]):.3f}" for name in _INSERTION]
+            scores.append([f"`{method}`", *means, _signed(less(method, "score")), str(len(columns[method, "score"]))])
+        there = {name: columns[method, name] for name in measured if (method, name) in columns}
+        cells = ((f"{_mean(there[n]):.3f}", _signed(less(method, n))) if n in there else ("", "") for n in measured)
+        counts = sorted({len(column) for column in there.values()})
+        others.append([f"`{method}`", *(cell for pair in cells for cell in pair), "/".join(map(str, counts))])
+    return "\n\n".join(markdown(table) for table, any_of in ((scores, len(scores) > 1), (others, measured)) if any_of)
 
 
 def _paired(mine: Column, theirs: Column) -> list[float]:
