@@ -49,7 +49,7 @@ def main() -> None:
             axis.imshow(overlay(heat, photo, limit=limit) if asked.photos else colorize(heat, limit=limit))
             if inside is not None:
                 axis.contour(inside, [0.5], colors="lime", linewidths=0.8)
-            axis.set_title(f"{name} {scores[name].get(image, float('nan')):.2f}", fontsize=8)
+            axis.set_title(f"{name} {scores[name][image]:.2f}" if image in scores[name] else name, fontsize=8)
             axis.axis("off")
         axes[-1, column].text(0.5, -0.1, model.classes[target], ha="center", fontsize=8, transform=axis.transAxes)
     figure.savefig(asked.out, dpi=90)

@@ -34,10 +34,10 @@ ROOT = Path(__file__).parent.parent
 PHOTO = ROOT / "src/relprop/data/chelsea.jpg"
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
-ELSEWHERE = {"cat.png", "page-explain.jpg", "page-flow.jpg"} | {
+ELSEWHERE = {"cat.png", "page-explain.jpg", "page-flow.jpg", "extremes.png"} | {
     f"{name}.png" for name in ("ablation", "conservation", "qualitative", "quantization", "splitting")
 }
-"""Pictures that commands make: `make demo`, `relprop serve` (its screenshots), and `relprop reproduce`."""
+"""Pictures that commands make: `make demo`, `relprop serve` (its screenshots), `relprop reproduce`, and a benchmark."""
 
 WRITTEN = {"reproduction.md": "it needs ImageNet, and hours; test_reproduction.py runs its commands on less"}
 """Pages that are written by a command, whose code is not run, and why."""
