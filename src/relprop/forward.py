@@ -28,6 +28,9 @@ from relprop.presets import FOLD, PASS, Pooling
 from relprop.rules import Rule
 from relprop.shapes import Moved
 
+_REFUSALS = (RuntimeError, ValueError, TypeError, IndexError, NotImplementedError)
+"""What torch raises where a shape does not fit; the last where a function has no way to tell without contents."""
+
 
 @dataclass
 class Record:
@@ -152,13 +155,7 @@ class Forward:
             _check_shape(node, inputs[0] if inputs else None, x)
             try:
                 values.append(node.operator.shape(*inputs))
-            except (
-                RuntimeError,
-                ValueError,
-                TypeError,
-                IndexError,
-                NotImplementedError,
-            ) as error:  # torch has them all
+            except _REFUSALS as error:
                 reason = str(error).strip().split("\n")[0].rstrip(".")
                 shape = tuple(inputs[0].shape) if isinstance(inputs[0], Tensor) else inputs[0]
                 msg = f"{node.name} ({node.operator.label}) cannot take {shape}: {reason}."

@@ -17,7 +17,7 @@ from relprop.study.table import Estimate
 __all__ = ["SEARCH", "held_out", "refresh", "screened"]
 
 SEARCH = "search.csv"
-OURS, RIVAL = "relprop", "grad-cam"
+OURS = "relprop"
 _SCREENED_RIVAL = "Grad-CAM"
 _INSERTION = ("insertion", "deletion", "score")
 
