@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import relprop
-from relprop import rules
-from relprop.ledger import total
+from relprop import ledger, rules
 
 TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-10}
 SIZES = {
@@ -176,11 +175,33 @@ def test_a_bias_of_tokens_is_that_of_their_features_though_there_are_as_many() -
         assert e.ledger.error.max() < 1e-12
 
 
-@pytest.mark.parametrize("size", [False, True])
-def test_sums_do_not_depend_on_how_relevance_lies_in_memory(size: bool) -> None:
+def test_sums_do_not_depend_on_how_relevance_lies_in_memory() -> None:
     r = torch.arange(768.0, dtype=torch.float64).reshape(2, 8, 4, 4, 3).movedim(-1, 0) - 300
-    expected = (r.abs() if size else r).flatten(2).sum(2)
-    torch.testing.assert_close(total(r, size=size), expected)
+    torch.testing.assert_close(ledger.total(r), r.flatten(2).sum(2))
+    torch.testing.assert_close(ledger.totals(r), (r.flatten(2).sum(2), r.abs().flatten(2).sum(2)))
+
+
+class SamplesSecond(nn.Module):
+    """A sum that halves, far from where its skip began, with the samples along the second axis."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.into, self.one, self.two, self.out = (nn.Linear(4, 4) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.into(x).permute(1, 0, 2)
+        t = (h + self.one(h)).relu()
+        return self.out((h + self.two(t)).permute(1, 0, 2).mean(1))
+
+
+@pytest.mark.parametrize("preset", ["relprop", "paper"])
+def test_halves_are_not_written_over_where_samples_are_second(preset: str) -> None:
+    torch.manual_seed(0)
+    model, x = SamplesSecond().double().eval(), sample("noise", (5, 4), torch.float64).expand(3, 5, 4).clone()
+    x += torch.arange(3.0).reshape(3, 1, 1)
+    e = relprop.explain(model, x, 1, preset=preset, split="symmetric", strict=True)
+    alone = torch.cat([relprop.explain(model, one[None], 1, preset=preset, split="symmetric").relevance for one in x])
+    torch.testing.assert_close(e.relevance, alone)
 
 
 def test_a_dead_network_hands_relevance_evenly_to_real_inputs_and_none_to_padding() -> None:

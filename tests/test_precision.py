@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
+
 import pytest
 import torch
 from torch import nn
@@ -50,6 +52,19 @@ def test_autocast_is_coarser_tells_so_and_leaves_nothing_behind() -> None:
     assert torch.equal(again.relevance, exact.relevance)
     with pytest.raises(relprop.RelpropError, match="leak"):
         relprop.explain(net, x, preset="paper", autocast="bfloat16", strict=True)
+
+
+@pytest.mark.parametrize("preset", ["paper", "relprop"])
+def test_a_coarse_call_that_comes_first_leaves_nothing_behind(preset: str) -> None:
+    """Not in what is kept for the next call either: sums of ones, and how many inputs dead outputs have."""
+    torch.manual_seed(0)
+    layers = [nn.Conv2d(3, 16, 7, 2, 3, bias=False), nn.ReLU(), nn.Conv2d(16, 16, 3, 2), nn.ReLU(), nn.Flatten()]
+    net, x = nn.Sequential(*layers, nn.Linear(16 * 5 * 5, 4)).eval(), torch.rand(2, 3, 24, 24)
+    with torch.no_grad():
+        layers[2].weight[::2] = -layers[2].weight[::2].abs()  # such outputs hand relevance out evenly
+    exact = relprop.explain(deepcopy(net), x, preset=preset)
+    relprop.explain(net, x, preset=preset, autocast="bfloat16")
+    assert torch.equal(relprop.explain(net, x, preset=preset, strict=True).relevance, exact.relevance)
 
 
 def test_doubles_are_not_rounded() -> None:

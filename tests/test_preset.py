@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
 from dataclasses import replace
 
 import pytest
@@ -9,9 +10,10 @@ import torch
 from torch import Tensor, nn
 
 import relprop
-from relprop import rules, tents
+from relprop import rules, starts, tents
 from relprop.convolution import Convolution
 from relprop.presets import PRESETS
+from relprop.transforms import same
 
 
 def noise(*shape: int, seed: int = 0) -> Tensor:
@@ -44,28 +46,52 @@ def net() -> nn.Module:
 
 
 @pytest.mark.parametrize(
-    ("steps", "sizes"),
-    [((2,), (7,)), ((2, 2), (6, 9)), ((3, 1), (7, 5)), ((4, 4), (3, 3)), ((2, 2, 2), (5, 4, 6))],
-    ids=["one axis", "two", "one of two", "wider than the map", "three"],
+    ("kernel", "stride", "padding", "size"),
+    [(1, 2, 0, 8), (3, 2, 1, 16), (7, 2, 3, 32), (5, 3, 2, 30)],
+    ids=["1 by 2", "3 by 2", "7 by 2", "5 by 3"],
 )
-def test_a_tent_blends_ones_to_ones_and_its_transpose_loses_nothing(
-    steps: tuple[int, ...], sizes: tuple[int, ...]
+def test_what_is_even_stays_more_even_behind_a_tent_at_rims_too(
+    kernel: int, stride: int, padding: int, size: int
 ) -> None:
-    a, c = noise(2, 4, *sizes), noise(3, 2, 4, *sizes)
-    torch.testing.assert_close(tents.blended(torch.ones_like(a), steps), torch.ones_like(a))
-    back = tents.handed(c, steps)
-    torch.testing.assert_close(back.flatten(3).sum(3), c.flatten(3).sum(3))
-    torch.testing.assert_close((tents.blended(a, steps) * c).sum(), (a * back).sum())
-    assert tents.handed(c.abs(), steps).min() >= 0
-    assert not torch.equal(back, c)
+    weight, around = torch.ones(1, 1, kernel, 1).double(), [(padding, padding), (0, 0)]
+    linear = Convolution(weight, None, (stride, 1), around, (1, 1), 1)
+    a = torch.ones(1, 1, size, 1).double()
+    r = torch.ones(1, *linear(a).shape).double()
+
+    def unevenness(rounds: int | None) -> float:
+        if rounds is not None:
+            matrices = [tents.Axis(linear.windows()[0], stride, size, rounds).matrix(), torch.eye(1).double()]
+            linear.evened = tuple(a.shape[1:]), tents.Tented(tents._Matrices(matrices), linear)
+        (handed,), *_ = (rules.zplus() if rounds is None else rules.evened(rules.zplus()))(linear, a, r)
+        return float(handed.max() / handed.min().clamp(min=1e-9))
+
+    plain, tent, once, twice = (unevenness(rounds) for rounds in (None, 0, 1, 2))
+    assert tent > once > twice >= 1
+    assert plain > twice
 
 
 def test_a_tent_by_hand() -> None:
-    r = torch.tensor([8.0, 0, 0, 0, 12.0]).reshape(1, 1, 1, 5)
-    expected = torch.tensor([8 * 2 / 3, 8 / 3, 0, 4, 8])  # at a rim, over the two places that are there
-    torch.testing.assert_close(tents.handed(r, (2,))[0, 0, 0], expected)
-    mean = torch.tensor([8 * 2 / 3, 2, 0, 3, 8])
-    torch.testing.assert_close(tents.blended(r, (2,))[0, 0, 0], mean)
+    """Five places, seen at the first, third and fifth. Of ones, the first gets 2/3 of one output, the second 1/3 and
+    1/4, the third 1/2; all of it is 3, the mean 3/5."""
+    window = Convolution(torch.ones(1, 1, 1).double(), None, [2], [(0, 0)], [1], 1)
+    tent = torch.tensor([[0.5, 0.25, 0, 0, 0], [0, 0.25, 0.5, 0.25, 0], [0, 0, 0, 0.25, 0.5]]).double()
+    torch.testing.assert_close(tents.Axis(window, 2, 5, rounds=0).matrix(summed=True), tent)
+    weights = 3 / 5 / torch.tensor([2 / 3, 7 / 12, 1 / 2, 7 / 12, 2 / 3]).double()
+    torch.testing.assert_close(tents.Axis(window, 2, 5, rounds=1).matrix(summed=True), tent * weights)
+
+
+def test_a_map_and_its_transpose_agree_behind_a_tent() -> None:
+    for kernel, groups in (((1, 1), 1), ((3, 1), 2), ((3, 3), 1)):
+        linear = Convolution(
+            noise(4, 4 // groups, *kernel), None, (2, 3), [(kernel[0] // 2,) * 2, (0, 0)], (1, 1), groups
+        )
+        through = tents.tented(linear, (4, 9, 8))
+        a, s = noise(2, 4, 9, 8), noise(2, *linear(noise(1, 4, 9, 8)).shape[1:])
+        ahead, back = through.apply(a, linear.weight), through.transpose(s, linear.weight, (4, 9, 8))
+        torch.testing.assert_close((ahead * s).sum(), (a * back).sum())
+        torch.testing.assert_close(through.shares(s[None], same, (4, 9, 8), a)[0], back * a)
+        ones = through.spread(s / through.fan((4, 9, 8)), (4, 9, 8))
+        torch.testing.assert_close(ones.sum(), s.sum())
 
 
 @pytest.mark.parametrize(
@@ -153,8 +179,28 @@ def test_an_evened_gamma_asks_the_blended_outputs_for_their_sign() -> None:
     for seed in range(100):
         linear = Convolution(noise(3, 2, 3, 3, seed=seed), None, (2, 2), [(1, 1), (1, 1)], (1, 1), 1)
         a, r = noise(1, 2, 8, 8, seed=1000 + seed).relu(), noise(1, 1, 3, 4, 4, seed=2000 + seed).abs()
-        (handed,), _, _ = rules.evened(rules.gamma(0.25))(linear, a, r)
+        (handed,), *_ = rules.evened(rules.gamma(0.25))(linear, a, r)
         assert handed.abs().sum() < 2 * r.sum()
+
+
+def test_long_axes_are_blended_as_short_ones_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = nn.Sequential(
+        nn.Conv1d(1, 2, 7, 2, 3), nn.ReLU(), nn.MaxPool1d(3, 2), nn.Flatten(), nn.LazyLinear(2)
+    ).double()
+    x = noise(2, 1, 40)
+    model.eval()(x)
+    dense = relprop.explain(model, x, 0, strict=True)
+    monkeypatch.setattr(tents, "LONG", 10)
+    sparse = relprop.explain(deepcopy(model), x, 0, strict=True)
+    torch.testing.assert_close(sparse.relevance, dense.relevance)
+
+
+def test_a_model_may_see_inputs_of_several_sizes_in_turn(net: nn.Module) -> None:
+    small, large = noise(1, 3, 8, 8), noise(1, 3, 11, 14)
+    first = [relprop.explain(deepcopy(net), x, 1).relevance for x in (small, large)]
+    for _ in range(2):
+        for x, expected in zip((small, large), first, strict=True):
+            assert torch.equal(relprop.explain(net, x, 1, strict=True).relevance, expected)
 
 
 class Heads(nn.Module):
@@ -187,6 +233,17 @@ def test_contrast_is_the_probability_and_its_log_gradient(net: nn.Module) -> Non
     e = relprop.explain(net, x, target, start="contrast", strict=True)
     torch.testing.assert_close(e.start, p.gather(1, target[:, None])[:, 0])
     torch.testing.assert_close(e.relevance, relprop.explain(net, x, start=by_hand).relevance)
+
+
+def test_classes_that_are_nearly_impossible_take_no_part_in_the_contrast(net: nn.Module) -> None:
+    """Numbers near the smallest there are would make every product slow, and change nothing."""
+    with torch.no_grad():
+        net.fc.bias.copy_(torch.tensor([0.0, 0, -60, -700, 0]))
+    begin = starts.start("contrast", torch.tensor([0]), (1, 5))
+    relevance, _ = begin(net(noise(1, 3, 8, 8)).detach(), torch.tensor([0]))
+    assert (relevance[0, 0, [2, 3]] == 0).all()
+    assert (relevance[0, 0, [1, 4]] < 0).all()
+    torch.testing.assert_close(relevance.sum(), torch.ones((), dtype=torch.float64))
 
 
 def test_several_targets_are_contrasted_each_by_itself(net: nn.Module) -> None:

@@ -32,7 +32,7 @@ def test_the_page_of_the_birds_is_that_of_its_results() -> None:
 
 def test_the_page_of_the_preset_is_that_of_its_results() -> None:
     page = (ROOT / "docs" / "preset.md").read_text(encoding="utf-8")
-    assert "| relprop: tents weigh contributions |" in page
+    assert "| relprop: places balanced, two rounds |" in page
     assert "| `relprop` |" in page
     assert choice.refresh(page, RESULTS / "preset") == page
 

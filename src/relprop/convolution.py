@@ -80,6 +80,14 @@ class Convolution(LinearMap):
             sizes.append(room // s + 1)
         return (before[0], self.weight.shape[0], *sizes)
 
+    def windows(self) -> list[LinearMap]:
+        return [
+            Convolution(torch.ones(1, 1, taps, dtype=torch.float64), None, [stride], [padding], [dilation], 1)
+            for taps, stride, padding, dilation in zip(
+                self.weight.shape[2:], self.stride, self.padding, self.dilation, strict=True
+            )
+        ]
+
     def activated(self, a: Tensor) -> Tensor:
         return self._kernel(a, None)(a, relu=True) if self._packs(a) else self(a).relu_()
 
@@ -170,6 +178,12 @@ class Convolution(LinearMap):
 
     def _packed(self, weight: Tensor) -> Tensor:
         return weight.contiguous(memory_format=torch.channels_last) if weight.ndim == 4 else weight
+
+    def strided(self, stride: Sequence[int], padding: Sequence[tuple[int, int]]) -> Convolution:
+        """The same kernel with another step and padding; itself if they are its own."""
+        if list(stride) == self.stride and list(padding) == self.padding:
+            return self
+        return Convolution(self.weight, self._flat_bias, stride, padding, self.dilation, self.groups)
 
     def scaled(self, scale: Tensor, shift: Tensor) -> Convolution:
         """The map followed by one factor and one shift an output channel: a batch norm folded in."""

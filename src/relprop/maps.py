@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from relprop.precision import precision
+
 Transform = Callable[[Tensor], Tensor]
 """An elementwise change of weights, such as their positive part."""
 
@@ -34,7 +36,9 @@ class LinearMap(ABC):
         self.weight = weight
         self.bias = bias
         self._changed: dict[Transform, Tensor] = {}
+        self._weighed: dict[Transform, tuple[tuple[int, ...], Tensor]] = {}
         self._fans: dict[tuple[int, ...], tuple[Tensor, Tensor | None]] = {}
+        self.evened: tuple[tuple[int, ...], LinearMap] | None = None  # for the shape that came last; see relprop.tents
 
     def __call__(self, a: Tensor) -> Tensor:
         """Applies the map as the model does, bias included."""
@@ -48,6 +52,15 @@ class LinearMap(ABC):
     def sums(self, a: Tensor, transform: Transform) -> Tensor:
         """:meth:`apply`, with transformed weights."""
         return self.apply(a, self.weights(transform))
+
+    def weighed(self, shape: Sequence[int], transform: Transform) -> Tensor:
+        """:meth:`sums` of ones in ``shape`` (one sample's), a batch of one; kept for the shape that came last."""
+        known = self._weighed.get(transform)
+        if known is None or known[0] != tuple(shape):
+            with precision(self.weight.device):  # what is kept is exact, whatever is asked for now
+                sums = self.sums(self.weight.new_ones((1, *shape)), transform)
+            known = self._weighed[transform] = tuple(shape), sums
+        return known[1].clone()  # for who asks may write over it
 
     def shares(self, s: Tensor, transform: Transform, shape: Sequence[int], times: Tensor | None = None) -> Tensor:
         """:meth:`transpose`, with transformed weights, of ``(T, B, ...)``; multiplied with the inputs if they count."""
@@ -84,12 +97,16 @@ class LinearMap(ABC):
         ones = self.weight.new_ones((1, *shape))
         return self.apply(ones, torch.ones_like(self.weight))
 
+    def windows(self) -> list[LinearMap]:
+        """Each spatial axis by itself, for a map with steps: the sums over what an output sees, in float64."""
+        raise NotImplementedError
+
     def fans(self, shape: Sequence[int]) -> tuple[Tensor, Tensor | None]:
-        """:meth:`fan`, at least one, and where it is none; None if nowhere. Computed once for each shape."""
+        """:meth:`fan`, one where it is none, and where that is; None if nowhere. Computed once for each shape."""
         key = tuple(shape)
         if key not in self._fans:
             fan = self.fan(shape)
-            self._fans[key] = fan.clamp(min=1), None if fan.all() else fan == 0
+            self._fans[key] = (fan, None) if fan.all() else (fan.masked_fill(fan == 0, 1.0), fan == 0)
         return self._fans[key]
 
 
@@ -131,11 +148,12 @@ class Dense(LinearMap):
 class Window(LinearMap):
     """Weighted sums over windows of the trailing axes, the same in every channel: every kind of average pool.
 
-    A window is a product of intervals, so the map is a product of one 0/1 matrix an axis, and its transpose that of
-    their transposes. The one parameter is what each output multiplies its window's sum with.
+    A window is a product of intervals, so the map is a product of one matrix an axis, and its transpose that of their
+    transposes. The one parameter is what each output multiplies its window's sum with.
 
     Args:
-        members: One ``(outputs, inputs)`` matrix of zeros and ones for each of the trailing axes.
+        members: For each of the trailing axes, how much each output sees of each input: ``(outputs, inputs)``, of zeros
+            and ones unless places are weighed.
         scale: Factor of each output, of the outputs' spatial shape.
         sliding: Kernel, stride and padding of windows of two axes that torch can sum by itself, which is faster.
         steps: As of every map.
@@ -155,7 +173,7 @@ class Window(LinearMap):
         if self._sliding and a.ndim == 4:
             kernel, stride, padding = self._sliding
             return F.avg_pool2d(a, kernel, stride, padding, divisor_override=1).mul_(weight)
-        return self._contract(a, self._members) * weight
+        return contracted(a, self._members) * weight
 
     def transpose(self, s: Tensor, weight: Tensor, shape: Sequence[int]) -> Tensor:
         if self._sliding and s.ndim == 4:
@@ -166,17 +184,31 @@ class Window(LinearMap):
                 s * weight, like, ones, None, stride, padding, [1, 1], False, [0, 0], shape[0], [True, False, False]
             )[0]
             return back
-        return self._contract(s * weight, [m.T for m in self._members])
+        return contracted(s * weight, [m.T for m in self._members])
 
-    def _contract(self, x: Tensor, matrices: Sequence[Tensor]) -> Tensor:
-        # Channels last: each axis is then one batched matrix product over whole rows of channels.
-        lead = x.shape[: x.ndim - len(matrices)]
-        x = x.reshape(lead[0], prod(lead[1:]), *x.shape[len(lead) :]).movedim(1, -1)
-        for axis, matrix in enumerate(matrices, start=1):
-            before, after = x.shape[:axis], x.shape[axis + 1 :]
+    def windows(self) -> list[LinearMap]:
+        return [Window([matrix.cpu().double()], torch.ones((), dtype=torch.float64)) for matrix in self._members]
+
+
+_FEW = 16
+"""Channels that fill a processor's register."""
+
+
+def contracted(x: Tensor, matrices: Sequence[Tensor]) -> Tensor:
+    """Multiplies each of the trailing axes of a batch with a matrix."""
+    lead = x.shape[: x.ndim - len(matrices)]
+    x = x.reshape(lead[0], prod(lead[1:]), *x.shape[len(lead) :])
+    # Channels last: each axis is then one batched matrix product over whole rows of channels, if those are not short.
+    few = x.shape[1] < _FEW
+    x = x if few else x.movedim(1, -1)
+    for axis, matrix in enumerate(matrices, start=2 if few else 1):
+        before, after = x.shape[:axis], x.shape[axis + 1 :]
+        if after:
             x = (matrix @ x.reshape(prod(before), x.shape[axis], prod(after))).reshape(*before, -1, *after)
-        x = x.movedim(-1, 1)
-        return x if len(lead) == 2 else x.reshape(*lead, *x.shape[2:])
+        else:
+            x = x @ matrix.T
+    x = x if few else x.movedim(-1, 1)
+    return x if len(lead) == 2 else x.reshape(*lead, *x.shape[2:])
 
 
 class Mean(LinearMap):

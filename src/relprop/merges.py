@@ -74,6 +74,7 @@ class Split:
         r: Tensor,
         nonnegative: Sequence[bool] = (),
         spare: Sequence[bool] = (),
+        signed: bool = False,
     ) -> Handed:
         """Hands the relevance of a sum to those of its branches that get something.
 
@@ -83,6 +84,7 @@ class Split:
             r: Relevance of the sum, ``(T, B, ...)``.
             nonnegative: Which of them are known to have no negative values.
             spare: Which of them, and then whether ``r``, nobody needs after: they may be written over.
+            signed: Whether ``r`` may have both signs.
 
         Returns:
             Relevance of each of them, and what was absorbed.
@@ -95,11 +97,14 @@ class Split:
         if self.weights is not None and count == 2 and len(r) == 1 and tileable(*branches, r[0]):
             spare = spare or [False] * 3
             if self.epsilon is None:
-                return _by_magnitude(branches, r[0], nonnegative or [False, False], spare)
+                return _by_magnitude(branches, r[0], nonnegative or [False, False], spare, signed)
             return _by_value(branches, r[0], self.epsilon, spare)
         if self.weights is not None:
             return self._in_proportion([self.weights(h) for h in branches], r)
-        shares = self.shares(tuple(branches)) if self.shares else [1 / count] * count
+        if self.shares is None:  # equal parts: one will do for all
+            part = r.div_(count).view_as(r) if spare and spare[-1] else r / count
+            return Handed((part,) * count, {})
+        shares = self.shares(tuple(branches))
         if not isinstance(shares, Sequence) or len(shares) != count:
             msg = f"The split {self.name} has to give a list or tuple of {count} shares, one for each branch."
             raise RelpropError(msg)
@@ -124,7 +129,9 @@ class Split:
         return Handed((*handed, rest), absorbed)
 
 
-def _by_magnitude(branches: Sequence[Tensor], r: Tensor, nonnegative: Sequence[bool], spare: Sequence[bool]) -> Handed:
+def _by_magnitude(
+    branches: Sequence[Tensor], r: Tensor, nonnegative: Sequence[bool], spare: Sequence[bool], signed: bool
+) -> Handed:
     """Parts relevance between two branches by magnitude, piece by piece; 0/0 halves.
 
     What the one does not get, the other does. Sums are taken while a piece is at hand.
@@ -133,32 +140,42 @@ def _by_magnitude(branches: Sequence[Tensor], r: Tensor, nonnegative: Sequence[b
     one, other = branches[1 - last], branches[last]
     mine = other if spare[last] else torch.empty_like(r)
     rest = r if spare[2] else torch.empty_like(r)
-    sums = [[0.0] * len(r) for _ in range(2)]
+    sums = [[0.0] * len(r) for _ in range(4)]
     for sample, (a, b, whole, x, y) in tiles(one, other, r, mine, rest):
-        size = a if nonnegative[1 - last] else a.abs()
-        torch.abs(b, out=x).add_(size)
-        torch.div(size, x, out=x).nan_to_num_(0.5).mul_(whole)
+        weight = a if nonnegative[1 - last] else a.abs()
+        torch.abs(b, out=x).add_(weight)
+        torch.div(weight, x, out=x).nan_to_num_(0.5).mul_(whole)
         torch.sub(whole, x, out=y)
-        sums[1 - last][sample] += x.sum().item()
-        sums[last][sample] += y.sum().item()
-    handed = (mine, rest) if last else (rest, mine)
-    amounts = torch.tensor(sums, dtype=torch.float64)
-    return Handed((handed[0][None], handed[1][None]), {}, (amounts[:1], amounts[1:]))
+        for k, share in enumerate((x, y)):
+            sums[k][sample] += share.sum().item()
+            sums[2 + k][sample] += share.abs().sum().item() if signed else 0.0
+    order = 1 if last else -1
+    amounts, sizes = _by_branch(sums)
+    return Handed((mine[None], rest[None])[::order], {}, amounts[::order], sizes[::order] if signed else ())
 
 
 def _by_value(branches: Sequence[Tensor], r: Tensor, epsilon: float, spare: Sequence[bool]) -> Handed:
     """Parts relevance between two branches by value, piece by piece, and names what the stabiliser takes."""
     mine, rest = (h if known else torch.empty_like(r) for h, known in zip(branches, spare, strict=False))
-    sums = [[0.0] * len(r) for _ in range(3)]
+    sums = [[0.0] * len(r) for _ in range(4)]
+    taken = [0.0] * len(r)
     eps = r.new_full((), epsilon)
     for sample, (a, b, whole, x, y) in tiles(*branches, r, mine, rest):
         part = a + b
         signed = torch.copysign(eps, part)
         torch.div(whole, part.add_(signed), out=part)
-        for k, share in enumerate((torch.mul(a, part, out=x), torch.mul(b, part, out=y), signed.mul_(part))):
+        for k, share in enumerate((torch.mul(a, part, out=x), torch.mul(b, part, out=y))):
             sums[k][sample] += share.sum().item()
-    amounts = torch.tensor(sums, dtype=torch.float64)
-    return Handed((mine[None], rest[None]), {"epsilon": amounts[2:]}, (amounts[:1], amounts[1:2]))
+            sums[2 + k][sample] += share.abs().sum().item()
+        taken[sample] += signed.mul_(part).sum().item()
+    absorbed = {"epsilon": torch.tensor([taken], dtype=torch.float64)}
+    return Handed((mine[None], rest[None]), absorbed, *_by_branch(sums))
+
+
+def _by_branch(sums: list[list[float]]) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
+    """Amounts and sizes of two branches, each ``(1, B)``, from two sums of each kind."""
+    one, two, *sizes = torch.tensor(sums, dtype=torch.float64).unsqueeze(1)
+    return (one, two), (sizes[0], sizes[1])
 
 
 def _sum(tensors: Sequence[Tensor]) -> Tensor:

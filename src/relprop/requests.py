@@ -148,14 +148,19 @@ def _check(x: Tensor, name: str, like: Tensor) -> None:
     if not x.numel():
         msg = f"{name} is an empty batch, of shape {tuple(x.shape)}; pass at least one sample."
         raise RelpropError(msg)
-    bad = ~torch.isfinite(x)
-    if bad.any():
+    if not finite(x):
+        bad = ~torch.isfinite(x)
         sample = int(bad.reshape(len(x), -1).any(1).nonzero()[0]) if x.ndim else 0
         msg = (
             f"{name} has {int(bad.sum())} NaN or infinite values, the first in sample {sample}; clean it, such "
             "as with x.nan_to_num()."
         )
         raise RelpropError(msg)
+
+
+def finite(x: Tensor) -> bool:
+    """Whether there is no NaN and nothing infinite in a tensor: one would be in its sum too, which is soon found."""
+    return bool(torch.isfinite(x.sum()) or torch.isfinite(x).all())
 
 
 def _other_kind(x: Tensor, name: str, dtype: torch.dtype) -> str:

@@ -76,11 +76,13 @@ class Handed(NamedTuple):
         relevance: Relevance of each input, ``(T, B, ...)``; None for inputs that get nothing.
         absorbed: What stayed behind, ``(T, B)``, by cause.
         amounts: The sums of what each input gets, ``(T, B)``, where they are known already.
+        sizes: The sums of its magnitudes, likewise.
     """
 
     relevance: tuple[Tensor | None, ...]
     absorbed: dict[str, Tensor]
     amounts: tuple[Tensor | None, ...] = ()
+    sizes: tuple[Tensor | None, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -144,15 +146,18 @@ class Rule:
         Returns:
             Relevance of the input, and what was absorbed.
         """
-        linear = tented(linear) if self.even else linear
+        shape = a.shape[1:]
+        linear = tented(linear, shape) if self.even else linear
         result: Tensor | None = None
         absorbed: dict[str, Tensor] = {}
-        shape = a.shape[1:]
         for part in self.parts:
             terms = [t for t in part.terms if not (nonnegative and t.input is negative)]
             live = [a if nonnegative and t.input is positive else t.input(a) for t in terms]
             if y is None:
-                sums = [linear.sums(x, term.weight) for term, x in zip(terms, live, strict=True)]
+                sums = [
+                    linear.weighed(shape, term.weight) if term.input is one_sample else linear.sums(x, term.weight)
+                    for term, x in zip(terms, live, strict=True)
+                ]
                 z = _sum(sums) if sums else linear.fan(shape)
             else:
                 z = y

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from relprop.ledger import total
+from relprop.ledger import total, totals
 from relprop.operators import Operator
 
 _FIRST = 2.0**40
@@ -82,12 +82,26 @@ def _called(batch: int) -> Tensor:
     return torch.arange(batch, dtype=torch.float64).reshape(1, batch, 1) + _FIRST
 
 
-def summed(r: Tensor, known: int | None, batch: int, *, size: bool = False) -> Tensor:
-    """Sums relevance ``(T, ...)``, or with ``size`` its magnitudes, to ``(T, batch)``."""
-    if are_first(known, r.shape[1:], batch):
-        amounts = total(r, size=size)
-        return amounts if amounts.shape[1] == batch else amounts.reshape(len(r), batch, -1).sum(2)
-    return total(r.reshape(len(r), known or APART, batch, -1).transpose(1, 2), size=size)
+def summed(r: Tensor, known: int | None, batch: int) -> Tensor:
+    """Sums relevance ``(T, ...)`` to ``(T, batch)``."""
+    return gathered(total(_arranged(r, known, batch)), batch)
+
+
+def measured(r: Tensor, known: int | None, batch: int) -> tuple[Tensor, Tensor]:
+    """Sums relevance ``(T, ...)``, and its magnitudes, to ``(T, batch)``."""
+    amounts, sizes = totals(_arranged(r, known, batch))
+    return gathered(amounts, batch), gathered(sizes, batch)
+
+
+def gathered(amounts: Tensor, batch: int) -> Tensor:
+    """Sums amounts ``(T, items)`` over the items of each sample."""
+    return amounts if amounts.shape[1] == batch else amounts.reshape(len(amounts), batch, -1).sum(2)
+
+
+def _arranged(r: Tensor, known: int | None, batch: int) -> Tensor:
+    """Relevance with the samples, or their items, behind the targets."""
+    in_order = are_first(known, r.shape[1:], batch)
+    return r if in_order else r.reshape(len(r), known or APART, batch, -1).transpose(1, 2)
 
 
 def are_first(known: int | None, shape: Sequence[int], batch: int) -> bool:

@@ -19,6 +19,9 @@ CONTRAST = "contrast"
 BETA = 4.0
 """How much so."""
 
+IMPROBABLE = 1e-20
+"""A class below this takes no part in it: processors are slow with numbers that are nearly none."""
+
 _OF_CLASSES = ("probability", "logit", CONTRAST)
 
 Beginning = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
@@ -108,7 +111,9 @@ def _contrasted(target: Tensor, output: Tensor, amounts: Tensor) -> tuple[Tensor
     to zero: the more probable another class is, the more of what speaks for it is taken away.
     """
     one, amounts = _at(target, output, amounts)
-    return one + BETA * (one - _probabilities(output).to(one.dtype)), amounts
+    others = _probabilities(output)
+    others = others.masked_fill_(others < IMPROBABLE, 0.0).to(one.dtype)
+    return one + BETA * (one - others), amounts
 
 
 def _everywhere(value: Tensor, output: Tensor) -> tuple[Tensor, Tensor]:

@@ -6,7 +6,7 @@ autograd and nothing is hung on the model: all state lives in one call.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
@@ -87,20 +87,13 @@ class Sweep:
             if flow is None:
                 continue
             handed = self._hand(i, flow, record, leads)
-            # What a rule or a split has computed is in memory of its own; all else may be somebody's view.
-            computed = isinstance(self.plan.treatments[i], Rule | Split | Pooling)
-            amounts = handed.amounts or (None,) * len(handed.relevance)
             if handed.absorbed:
-                ledger.absorbed[i] = {cause: _by_sample(a, batch) for cause, a in handed.absorbed.items()}
-            for j, relevance, amount in zip(graph.nodes[i].inputs, handed.relevance, amounts, strict=False):
-                if relevance is None:
-                    continue
-                passed = relevance is flow.relevance and amount is None
-                share = flow if passed else _Flow(relevance, signed, leads[j], batch, amount, own=computed)
+                ledger.absorbed[i] = {cause: samples.gathered(a, batch) for cause, a in handed.absorbed.items()}
+            for j, share in self._shares(i, handed, flow, leads, batch):
                 ledger.record(i, j, share.amount, share.size)
                 for call, edges in crossing.items():
                     if (i, j) in edges:
-                        caught[call] = caught[call] + relevance if call in caught else relevance.clone()
+                        caught[call] = caught[call] + share.relevance if call in caught else share.relevance.clone()
                 arrived[j] = arrived[j].joined(share) if j in arrived else share
             record.values.pop(i, None)
             if strict:
@@ -114,6 +107,32 @@ class Sweep:
             for i in range(graph.inputs)
         ]
         return results, caught, ledger
+
+    def _shares(
+        self, i: int, handed: Handed, flow: _Flow, leads: Sequence[int | None], batch: int
+    ) -> Iterator[tuple[int, _Flow]]:
+        """What each input of a node gets, with its sums; what several get is summed up once."""
+        # What a rule or a split has computed is in memory of its own; all else may be somebody's view.
+        computed = isinstance(self.plan.treatments[i], Rule | Split | Pooling)
+        unknown = (None,) * len(handed.relevance)
+        known: dict[tuple[int, int | None], _Flow] = {}
+        for j, relevance, amount, size in zip(
+            self.plan.graph.nodes[i].inputs,
+            handed.relevance,
+            handed.amounts or unknown,
+            handed.sizes or unknown,
+            strict=False,
+        ):
+            if relevance is None:
+                continue
+            if relevance is flow.relevance and amount is None:
+                yield j, flow
+                continue
+            key = id(relevance), leads[j]
+            if key not in known:
+                own = computed and sum(_together(other, relevance) for other in handed.relevance) == 1
+                known[key] = _Flow(relevance, flow.signed, leads[j], batch, amount, size, own=own)
+            yield j, known[key]
 
     def _hand(self, i: int, flow: _Flow, record: Record, leads: Sequence[int | None]) -> Handed:
         """Lets a node's treatment hand its relevance on; where there is none, it passes."""
@@ -190,31 +209,39 @@ class Sweep:
             if op.constant is not None:
                 values.append(torch.as_tensor(op.constant, dtype=r.dtype, device=r.device))
             branches = [values[b].expand(record.shapes[i]) for b in takers]
-        known = [b < len(node.inputs) and op.factors[b] > 0 and self._is_nonnegative(node.inputs[b]) for b in takers]
+        nonnegative = [
+            b < len(node.inputs) and op.factors[b] > 0 and self._is_nonnegative(node.inputs[b]) for b in takers
+        ]
         batch = record.shapes[0][0]
         if samples.are_first(lead, record.shapes[i], batch):
             spare = [b < len(node.inputs) and node.inputs[b] in self.forward.spare for b in takers]
-            handed = split(branches, len(takers), r, known, [*spare, flow.own])
+            handed = split(branches, len(takers), r, nonnegative, [*spare, flow.own], flow.signed)
         else:
             lead = lead or samples.APART
             branches = [samples.in_front(branch, lead, batch) for branch in branches]
-            handed = split(branches, len(takers), torch.stack([samples.in_front(p, lead, batch) for p in r]), known)
+            handed = split(
+                branches, len(takers), torch.stack([samples.in_front(p, lead, batch) for p in r]), nonnegative
+            )
             back = (None if h is None else samples.as_before(h, record.shapes[i]) for h in handed.relevance)
             handed = Handed(tuple(back), handed.absorbed)
-        relevance: list[Tensor | None] = [None] * len(node.inputs)
-        amounts: list[Tensor | None] = [None] * len(node.inputs)
+        nothing: list[Tensor | None] = [None] * len(node.inputs)
+        relevance, amounts, sizes = nothing.copy(), nothing.copy(), nothing.copy()
         absorbed = dict(handed.absorbed)
-        for b, share, amount in zip(takers, handed.relevance, handed.amounts or (None,) * len(takers), strict=True):
+        unknown = (None,) * len(takers)
+        for b, share, *sums in zip(
+            takers, handed.relevance, handed.amounts or unknown, handed.sizes or unknown, strict=True
+        ):
             if share is None:
                 continue
             # What depends on nothing but shapes may be one for all samples, which could not be told apart there.
             if b == len(node.inputs) or isinstance(self.plan.graph.nodes[node.inputs[b]].operator, Constant):
                 kept = samples.summed(share, lead, batch)
                 absorbed["constant"] = absorbed["constant"] + kept if "constant" in absorbed else kept
-            else:
-                relevance[b] = reduced(share, record.shapes[node.inputs[b]])
-                amounts[b] = None if amount is None else _by_sample(amount, batch)
-        return Handed(tuple(relevance), absorbed, tuple(amounts))
+                continue
+            relevance[b] = reduced(share, record.shapes[node.inputs[b]])
+            if relevance[b] is share:
+                amounts[b], sizes[b] = (None if known is None else samples.gathered(known, batch) for known in sums)
+        return Handed(tuple(relevance), absorbed, tuple(amounts), tuple(sizes))
 
 
 class _Flow:
@@ -227,12 +254,15 @@ class _Flow:
         lead: int | None,
         batch: int,
         amount: Tensor | None = None,
+        size: Tensor | None = None,
         *,
         own: bool = False,
     ) -> None:
-        self.relevance = relevance
+        self.relevance, self.signed = relevance, signed
+        if signed and (amount is None or size is None):
+            amount, size = samples.measured(relevance, lead, batch)
         self.amount = samples.summed(relevance, lead, batch) if amount is None else amount
-        self.size = samples.summed(relevance, lead, batch, size=True) if signed else self.amount
+        self.size = size if signed and size is not None else self.amount
         self.own = own and 0 not in relevance.stride()
 
     def joined(self, other: _Flow) -> _Flow:
@@ -240,8 +270,14 @@ class _Flow:
         both = object.__new__(_Flow)
         one, two = (other, self) if other.own else (self, other)
         both.relevance = one.relevance.add_(two.relevance) if one.own else one.relevance + two.relevance
-        both.amount, both.size, both.own = self.amount + other.amount, self.size + other.size, True
+        both.amount, both.size = self.amount + other.amount, self.size + other.size
+        both.signed, both.own = self.signed, True
         return both
+
+
+def _together(one: Tensor | None, two: Tensor) -> bool:
+    """Whether two tensors lie in the same memory."""
+    return one is not None and one.untyped_storage().data_ptr() == two.untyped_storage().data_ptr()
 
 
 def _crossing(graph: Graph, call: Call) -> frozenset[tuple[int, int]]:
@@ -271,8 +307,3 @@ def _only_last(op: Mapped, a: Tensor) -> bool:
     if isinstance(op, Norm):
         return op.average(a).shape[:-1] == a.shape[:-1]
     return isinstance(op, Linear) and isinstance(op.linear, Dense)
-
-
-def _by_sample(amount: Tensor, batch: int) -> Tensor:
-    """Sums what was absorbed, ``(T, items)``, over the items of each sample."""
-    return amount if amount.shape[1] == batch else amount.reshape(len(amount), batch, -1).sum(2)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from relprop.mapped import Mapped
-from relprop.maps import LinearMap, Window
+from relprop.maps import LinearMap, Window, contracted
 from relprop.operators import Operator, Ref, bound, refs, register
 
 
@@ -34,18 +34,18 @@ class Resampling(Window):
         self._parts = [(sum(s for s, _ in part) % 2, [m for _, m in part]) for part in product(*signs)]
 
     def apply(self, a: Tensor, weight: Tensor) -> Tensor:
-        parts = [self._contract(a, matrices) * weight[sign] for sign, matrices in self._parts]
+        parts = [contracted(a, matrices) * weight[sign] for sign, matrices in self._parts]
         return sum(parts[1:], start=parts[0])
 
     def transpose(self, s: Tensor, weight: Tensor, shape: Sequence[int]) -> Tensor:  # noqa: ARG002 - told by the windows
-        parts = [self._contract(s, [m.T for m in matrices]) * weight[sign] for sign, matrices in self._parts]
+        parts = [contracted(s, [m.T for m in matrices]) * weight[sign] for sign, matrices in self._parts]
         return sum(parts[1:], start=parts[0])
 
     def spread(self, s: Tensor, shape: Sequence[int]) -> Tensor:  # noqa: ARG002 - told by the windows
-        return self._contract(s, [seen.T for seen in self._seen])
+        return contracted(s, [seen.T for seen in self._seen])
 
     def fan(self, shape: Sequence[int]) -> Tensor:
-        return self._contract(self.weight.new_ones((1, *shape)), self._seen)
+        return contracted(self.weight.new_ones((1, *shape)), self._seen)
 
 
 @dataclass(eq=False)
