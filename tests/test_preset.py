@@ -58,16 +58,18 @@ def test_what_is_even_stays_more_even_behind_a_tent_at_rims_too(
     a = torch.ones(1, 1, size, 1).double()
     r = torch.ones(1, *linear(a).shape).double()
 
-    def unevenness(rounds: int | None) -> float:
-        if rounds is not None:
-            matrices = [tents.Axis(linear.windows()[0], stride, size, rounds).matrix(), torch.eye(1).double()]
-            linear.evened = tuple(a.shape[1:]), tents.Tented(tents._Matrices(matrices), linear)
-        (handed,), *_ = (rules.zplus() if rounds is None else rules.evened(rules.zplus()))(linear, a, r)
-        return float(handed.max() / handed.min().clamp(min=1e-9))
+    def handed(z: Tensor) -> Tensor:
+        """What places get of ones, by contributions ``(outputs, inputs)``."""
+        return (1 / z.sum(1)) @ z
 
-    plain, tent, once, twice = (unevenness(rounds) for rounds in (None, 0, 1, 2))
-    assert tent > once > twice >= 1
-    assert plain > twice
+    window = linear.windows()[0]
+    seen = window.apply(torch.eye(size).double()[:, None], window.weight)[:, 0].T
+    tent, once, twice = (handed(tents.Axis(window, stride, size, k).matrix(summed=True)) for k in range(3))
+    (found,), *_ = rules.evened(rules.zplus())(linear, a, r)
+    torch.testing.assert_close(found.flatten(), twice)
+    uneven = [float(of.max() / of.min().clamp(min=1e-9)) for of in (tent, once, twice)]
+    assert uneven[0] > uneven[1] > uneven[2] >= 1
+    assert float(handed(seen).max() / handed(seen).min().clamp(min=1e-9)) > uneven[2]
 
 
 def test_a_tent_by_hand() -> None:

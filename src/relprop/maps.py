@@ -98,8 +98,8 @@ class LinearMap(ABC):
         return self.apply(ones, torch.ones_like(self.weight))
 
     def windows(self) -> list[LinearMap]:
-        """Each spatial axis by itself, for a map with steps: the sums over what an output sees, in float64."""
-        raise NotImplementedError
+        """Each spatial axis by itself, as sums in float64 over what an output sees; none for a map without steps."""
+        return []
 
     def fans(self, shape: Sequence[int]) -> tuple[Tensor, Tensor | None]:
         """:meth:`fan`, one where it is none, and where that is; None if nowhere. Computed once for each shape."""
