@@ -116,7 +116,6 @@ def test_what_a_row_is_known_by_does_not_change(model: zoo.Model, tmp_path: Path
         "preparation": "Preparation(resize=36, crop=32, interpolation='bilinear', normalization=Normalization("
         "mean=(0.485, 0.456, 0.406), std=(0.229, 0.224, 0.225)))",
         "precision": "float32",
-        "method": ["random+hq", {"seed": "0"}],
     }
     settings: dict[str, dict[str, Any]] = {
         "otsuki2024": {"protocol": "otsuki2024", "points": 26},
@@ -124,13 +123,21 @@ def test_what_a_row_is_known_by_does_not_change(model: zoo.Model, tmp_path: Path
     }
     pinned = {"otsuki2024": "240105d3094d2ca542e84f7544175e3d", "tie-safe": "00991f8dfd19b39b40576dbf321189d2"}
     wanted = measures.make(["insertion-deletion"], "both", {"points": 26, "seeds": 1})
-    runner = Runner(model, [methods.get("random+hq")], wanted, 8, "float32")
+    overrides = {"overrides": "None", "start": "probability"}
+    options = {
+        "random+hq": {"seed": "0"},
+        "paper": {"split": "None", "identity_skips": "True", **overrides},
+        "i": overrides,
+    }
+    runner = Runner(model, [methods.get(name) for name in options], wanted, 8, "float32")
     runner.weights = "w"
     keys = runner.keys(sample, company=["who else is in the batch does not matter"])
-    for (_, measure), found in keys.items():
+    assert len(keys) == 6
+    for (method, measure), found in keys.items():
         metric = ["insertion-deletion", measure.protocol, settings[measure.protocol]]
-        text = json.dumps({**facts, "metric": metric}, sort_keys=True)
-        assert found == hashlib.sha256(text.encode()).hexdigest()[:32] == pinned[measure.protocol]
+        text = json.dumps({**facts, "method": [method.name, options[method.name]], "metric": metric}, sort_keys=True)
+        assert found == hashlib.sha256(text.encode()).hexdigest()[:32]
+        assert method.name != "random+hq" or found == pinned[measure.protocol]
     plain = measures.make(["insertion-deletion"], "both", {})
     assert [dict(m.settings) for m in plain] == [
         {"protocol": "otsuki2024"},
@@ -404,6 +411,19 @@ def test_runs_that_a_table_would_mix_are_not_merged(
     with pytest.raises(RelpropError, match=r"different rows of random for \d\d\.png \(insertion-deletion tie-safe\)"):
         merge([first, other], tmp_path / "all")
     assert merge([first, fine], tmp_path / "all").rows == 2
+
+
+def test_a_study_that_grows_scores_the_new_images_alone(model: zoo.Model, photos: Path, tmp_path: Path) -> None:
+    calls: list[int] = []
+
+    def run(_: nn.Module, x: Tensor, __: Tensor) -> Tensor:
+        calls.append(len(x))
+        return x.abs()
+
+    for limit in (2, 5):
+        study = evaluate(model, photos, [own("counted", run)], ["class-sensitivity"], limit=limit, out=tmp_path)
+        assert len(study.rows) == limit
+    assert calls == [2, 2, 5, 3]  # a batch is explained whole; its other classes are asked for where a row is lacking
 
 
 def test_where_the_journal_is_gone_its_product_is_continued(

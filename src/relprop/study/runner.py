@@ -35,6 +35,9 @@ __all__ = ["Runner"]
 Keys: TypeAlias = dict[tuple[Method, Measure], str]
 """The keys of an image's rows."""
 
+_ONCE = {"start": "probability"}
+"""What an option's default was before it became None, the preset's own: keys still tell it, so that old rows count."""
+
 Found: TypeAlias = tuple[Measure, str, int, Measured]
 """What a measure says of an image: the measure, the image's name, the explained class and the numbers."""
 
@@ -69,7 +72,7 @@ class Runner:
         self.groups = pieces.groups(named, wanted, batch_size)
         self._scorer: Scorer | None = None
         self._regions: dict[str, str | None] = {}
-        self._told = {method: [method.name, {k: str(v) for k, v in method.options.items()}] for method in named}
+        self._told = {method: [method.name, _told(method)] for method in named}
         self._pairs = [(method, measure) for method in named for measure in wanted if self._fits(method, measure)]
 
     def _fits(self, method: Method, measure: Measure) -> bool:
@@ -168,13 +171,15 @@ class Runner:
     ) -> Iterator[tuple[float, list[Row]]]:
         """Explains and scores images; yields which part of it is done, and the rows of one method at a time.
 
-        Images of which a row is lacking are not taken alone, so that they are computed in the same company.
+        A batch is explained as a whole, so that every image has the same company; of its maps, those are scored that
+        lack a row.
         """
         self.failures.take(loaded.failures)
         samples = {sample.name: sample for sample in loaded.samples}
         lacking = {pair for name in samples for pair, k in keys[name].items() if k not in known}
         todo = {method: [m for m in self.wanted if (method, m) in lacking] for method in self.named}
         todo = {method: wanted for method, wanted in todo.items() if wanted}
+        asked = {name: {p: k for p, k in keys[name].items() if p[1].company or k not in known} for name in samples}
         if not todo:
             return
         try:
@@ -193,7 +198,7 @@ class Runner:
             score = Remembering(scorer) if again else scorer
             seen = Seen(self.model, method, list(samples), x, target, label, objects, tickets, score)
             rows = []
-            for measure, name, chosen, (values, curves) in self._explain(seen, wanted, keys):
+            for measure, name, chosen, (values, curves) in self._explain(seen, wanted, asked):
                 about = (name, samples[name].label, chosen, method.name, measure.metric, measure.protocol)
                 rows.append(Row(keys[name][method, measure], *about, values, curves))
             yield number / len(todo), rows
@@ -260,3 +265,8 @@ class Runner:
             example = torch.randn(4, *x.shape[1:], generator=torch.Generator().manual_seed(0))
             self._scorer = fastest(self.model, example.to(x), self.precision, engine="steady")
         return self._scorer
+
+
+def _told(method: Method) -> dict[str, str]:
+    """The options that a row depends on."""
+    return {k: str(_ONCE.get(k) if v is None else v) for k, v in method.options.items()}
