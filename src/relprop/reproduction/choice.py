@@ -82,13 +82,18 @@ def held_out(folder: Path) -> str:
 
     scores = [["", "Ins", "Del", "ID", "ID of ours less its own", "n"]]
     measured = [name for name in NAMES if any((method, name) in columns for method in methods)]
+    # Of what is tiny, three decimals would say nothing.
+    forms = {n: ".1e" if 0 < abs(_mean(columns.get((OURS, n), {}))) < 0.0015 else ".3f" for n in measured}
     others = [["", *(text for name in measured for text in (name, "ours less its own")), "n"]]
     for method in [OURS, *sorted(rivals, key=lambda m: -_mean(columns.get((m, "score"), {})))]:
         if (method, "score") in columns:
             means = [f"{_mean(columns[method, name]):.3f}" for name in _INSERTION]
             scores.append([f"`{method}`", *means, _signed(less(method, "score")), str(len(columns[method, "score"]))])
         there = {name: columns[method, name] for name in measured if (method, name) in columns}
-        cells = ((f"{_mean(there[n]):.3f}", _signed(less(method, n))) if n in there else ("", "") for n in measured)
+        cells = (
+            (format(_mean(there[n]), form), _signed(less(method, n), form)) if n in there else ("", "")
+            for n, form in forms.items()
+        )
         counts = sorted({len(column) for column in there.values()})
         others.append([f"`{method}`", *(cell for pair in cells for cell in pair), "/".join(map(str, counts))])
     return "\n\n".join(markdown(table) for table, any_of in ((scores, len(scores) > 1), (others, measured)) if any_of)
@@ -102,5 +107,5 @@ def _mean(column: Column) -> float:
     return sum(column.values()) / len(column) if column else 0.0
 
 
-def _signed(value: Estimate | None) -> str:
-    return "" if value is None else f"{value.mean:+.3f} [{value.low:+.3f}, {value.high:+.3f}]"
+def _signed(value: Estimate | None, form: str = ".3f") -> str:
+    return "" if value is None else f"{value.mean:+{form}} [{value.low:+{form}}, {value.high:+{form}}]"
