@@ -103,23 +103,23 @@ class Convolution(LinearMap):
         if known is None or known[0] != key:
             known = self._back[transform] = key, self._phases(transform(self.weight), s.shape, shape)
         phases = known[1]
+        if len(phases) == 1 and phases[0][2] is not None:
+            return self._phase(s, phases[0], targets, times).reshape(targets, -1, *shape)
         result = torch.empty((len(s), *shape), dtype=s.dtype, memory_format=torch.channels_last)
-        for place, around, kernel in phases:
-            if kernel is None:  # what no output sees
-                result[place] = 0
-                continue
-            near = F.pad(s, around) if any(around) else s
-            if times is None:
-                part = kernel(near)
-            elif targets > 1:
-                part = kernel(near).unflatten(0, (targets, -1)).mul_(times[place]).flatten(0, 1)
-            else:
-                part = kernel(near, times=times[place])
-            if len(phases) == 1:
-                result = part
-            else:
-                result[place] = part
+        for phase in phases:  # zero is what no output sees
+            result[phase[0]] = 0 if phase[2] is None else self._phase(s, phase, targets, times)
         return result.reshape(targets, -1, *shape)
+
+    @staticmethod
+    def _phase(s: Tensor, phase: _Phase, targets: int, times: Tensor | None) -> Tensor:
+        """What the inputs at one place within a step get."""
+        place, around, kernel = phase
+        assert kernel is not None
+        near = F.pad(s, around) if any(around) else s
+        if times is None or targets == 1:
+            return kernel(near, times=None if times is None else times[place])
+        each: Tensor = kernel(near).unflatten(0, (targets, -1))
+        return each.mul_(times[place]).flatten(0, 1)
 
     @cached_property
     def _has_phases(self) -> bool:

@@ -44,13 +44,15 @@ COARSE = 5e-2
 class _Known:
     """What is known of a model in one state, called in one form: its graph, and the plans made of it.
 
-    With the plans go the shapes that they were tried on; ``kinds`` are those of the inputs that it was traced with.
+    With the plans go the shapes that they were tried on; ``kinds`` are those of the inputs that it was traced with, and
+    ``hooks`` the modules with hooks of the user's own, which are a part of the graph where it is ``hooked``.
     """
 
     state: State
     form: Form
     kinds: Any
     graph: Graph
+    hooks: list[str]
     hooked: bool = False
     words: dict[Any, Any] = field(default_factory=lambda: dict(operators.TABLE))
     sweeps: dict[Any, Sweep] = field(default_factory=dict)
@@ -230,7 +232,7 @@ def _known(module: nn.Module, form: Form, given: Tensors | None, *, hooked: bool
         )
         if known is None or not fits or not known.state.holds(module):
             graph = _traced(halves.twin(module), form, None if given is None else _widened(given), hooked)
-            known = _KNOWN[module] = _Known(State(module), form, kinds, graph, hooked)
+            known = _KNOWN[module] = _Known(State(module), form, kinds, graph, hooks.names(module), hooked)
         if given is not None:
             requests.check_whole(given, known.graph, module)
         return known
@@ -333,8 +335,7 @@ def _verify(
         raise RelpropError(msg)
     hidden = sweep.plan.layer is not None
     key = (None if hidden else sweep.forward.folded, autocast, *(x.shape for x in given))
-    hooked = hooks.names(module)
-    if key in known.verified and not hooked:
+    if key in known.verified and not known.hooks:
         return
     # A hidden layer's own output is not to be had, but what it leads to is.
     found = Sweep(Plan(known.graph, (None,) * len(known.graph), {})).forward(*_widened(given)) if hidden else record
@@ -345,9 +346,9 @@ def _verify(
     agreement = COARSE if autocast else AGREEMENT.get(expected.dtype, 0.0)
     allowed = agreement * max(float(expected.abs().max()), 1e-6)
     if not difference <= allowed:
-        if hooked and not known.hooked:
+        if known.hooks and not known.hooked:
             raise _HooksMatter
-        also = f", or the hooks on {', '.join(hooked)}," if hooked else ""
+        also = f", or the hooks on {', '.join(known.hooks)}," if known.hooks else ""
         msg = (
             f"The traced graph of {type(module).__name__} computes something else than the model (outputs differ by "
             f"{difference:.2g}), so it is not explained; code that draws at random, branches on values or writes into "

@@ -14,12 +14,12 @@ from torch import Tensor, nn
 
 from relprop.errors import RelpropError
 from relprop.forms import Form
-from relprop.requests import HALVES
+from relprop.requests import HALVES, held
 
 
 def is_half(model: nn.Module) -> bool:
     """Whether a model's weights have half precision."""
-    return any(t.dtype in HALVES for t in (*model.parameters(), *model.buffers()))
+    return any(t.dtype in HALVES for t in held(model))
 
 
 def twin(model: nn.Module) -> nn.Module:
@@ -47,7 +47,7 @@ def answer(model: nn.Module, form: Form, given: Sequence[Tensor]) -> Tensor:
     Not every processor computes in bfloat16, and not every operator in float16: there, the twin's.
     """
     copies = [x.detach().clone() for x in given]
-    coarse = {t.dtype for t in (*model.parameters(), *model.buffers())} & set(HALVES)
+    coarse = {t.dtype for t in held(model)} & set(HALVES)
     output: Tensor | None = None
     if torch.bfloat16 not in coarse:
         try:

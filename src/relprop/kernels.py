@@ -64,7 +64,7 @@ class Packed:
 
 def packable(a: Tensor) -> bool:
     """Whether convolutions of such inputs can be packed."""
-    return a.device.type == "cpu" and a.dtype == torch.float32 and a.ndim == 4 and not shortened(a) and _there()
+    return a.is_cpu and a.dtype == torch.float32 and a.ndim == 4 and not shortened(a) and _there()
 
 
 @cache

@@ -6,8 +6,9 @@ and the remedy.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from difflib import get_close_matches
+from itertools import chain
 from typing import Any
 
 import torch
@@ -54,7 +55,7 @@ def module(model: Any, *, halves: bool = False) -> nn.Module:
         which = f"its module {training!r}" if training else "the model"
         msg = f"{type(inner).__name__} cannot be explained while {which} is in training mode; call model.eval() first."
         raise RelpropError(msg)
-    tensors = [t for t in [*inner.parameters(), *inner.buffers()] if t.is_floating_point() or t.is_complex()]
+    tensors = [t for t in held(inner) if t.is_floating_point() or t.is_complex()]
     if any(is_lazy(t) for t in tensors):
         msg = f"{type(inner).__name__} has lazy modules without weights yet; run one batch through the model first."
         raise RelpropError(msg)
@@ -89,7 +90,17 @@ def pixels(model: Any) -> tuple[tuple[float, ...], tuple[float, ...]] | None:
 
 def device(model: nn.Module) -> torch.device:
     """Where a model lies; the CPU for one without tensors."""
-    return next((t.device for t in [*model.parameters(), *model.buffers()]), torch.device("cpu"))
+    return next((t.device for t in held(model)), torch.device("cpu"))
+
+
+def held(model: nn.Module) -> Iterator[Tensor]:
+    """The tensors of a model, one after another: a large one has hundreds, and often the first will do."""
+    return chain(model.parameters(), model.buffers())
+
+
+def like(model: nn.Module, x: Tensor) -> Tensor:
+    """A tensor of the kind that a model computes with; another where it holds none."""
+    return next((t for t in held(model) if t.is_floating_point()), x)
 
 
 def check_input(x: Any, model: nn.Module) -> None:
@@ -103,7 +114,7 @@ def check_input(x: Any, model: nn.Module) -> None:
         raise RelpropError(msg)
     _, (tensor,) = inputs(x, model)
     if not tensor.is_floating_point():
-        raise RelpropError(_other_kind(tensor, "The input", _like(model, tensor).dtype))
+        raise RelpropError(_other_kind(tensor, "The input", like(model, tensor).dtype))
 
 
 def inputs(x: Any, model: nn.Module, output: Output = None) -> tuple[Form, tuple[Tensor, ...]]:
@@ -114,7 +125,7 @@ def inputs(x: Any, model: nn.Module, output: Output = None) -> tuple[Form, tuple
     """
     shape, tensors = forms.form(x, model, output)
     for name, tensor in zip(shape.names, tensors, strict=True):
-        _check(tensor, "The input" if len(tensors) == 1 else f"The input {name!r}", _like(model, tensor))
+        _check(tensor, "The input" if len(tensors) == 1 else f"The input {name!r}", like(model, tensor))
     first = tensors[0]
     if first.ndim < (2 if len(tensors) == 1 else 1):
         msg = (
@@ -132,18 +143,13 @@ def inputs(x: Any, model: nn.Module, output: Output = None) -> tuple[Form, tuple
     return shape, tensors
 
 
-def _like(model: nn.Module, x: Tensor) -> Tensor:
-    """A tensor of the kind that a model computes with."""
-    return next((t for t in [*model.parameters(), *model.buffers()] if t.is_floating_point()), x)
-
-
-def _check(x: Tensor, name: str, like: Tensor) -> None:
+def _check(x: Tensor, name: str, mine: Tensor) -> None:
     """Refuses a tensor that is not of the model's kind, or not finite."""
     whole = not x.is_floating_point() and not x.is_complex()
-    if not whole and (x.dtype != like.dtype or x.dtype not in (*PRECISIONS, *HALVES)):
-        raise RelpropError(_other_kind(x, name, like.dtype))
-    if x.device != like.device:
-        msg = f"{name} lies on {x.device}, but the model on {like.device}; move it with x.to({str(like.device)!r})."
+    if not whole and (x.dtype != mine.dtype or x.dtype not in (*PRECISIONS, *HALVES)):
+        raise RelpropError(_other_kind(x, name, mine.dtype))
+    if x.device != mine.device:
+        msg = f"{name} lies on {x.device}, but the model on {mine.device}; move it with x.to({str(mine.device)!r})."
         raise RelpropError(msg)
     if not x.numel():
         msg = f"{name} is an empty batch, of shape {tuple(x.shape)}; pass at least one sample."
@@ -183,7 +189,7 @@ def check_whole(tensors: Sequence[Tensor], graph: Graph, model: nn.Module) -> No
             isinstance(graph.nodes[j].operator, Mapped | MaxPool) for j in consumers[i]
         ):
             name = "The input" if len(tensors) == 1 else f"The input {graph.nodes[i].name.removeprefix('input.')!r}"
-            raise RelpropError(_other_kind(tensor, name, _like(model, tensor).dtype))
+            raise RelpropError(_other_kind(tensor, name, like(model, tensor).dtype))
 
 
 def check_plan(preset: Any, split: Any, identity_skips: Any, overrides: Any) -> None:

@@ -57,7 +57,7 @@ def explain_func(
         RelpropError: If the request cannot be met.
     """
     module = requests.module(model, halves=True)
-    like = next((t for t in [*module.parameters(), *module.buffers()] if t.is_floating_point()), torch.zeros(()))
+    like = requests.like(module, torch.zeros(()))
     x = (inputs if isinstance(inputs, Tensor) else torch.as_tensor(np.asarray(inputs))).to(like.device, like.dtype)
     classes = torch.as_tensor(np.asarray(targets)).long().reshape(-1)
     if method in PRESETS:
