@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import relprop
-from relprop import RelpropError, heat_quantization, methods
+from relprop import RelpropError, heat_quantization, methods, metrics
 from relprop.heatmap import Edges
 from relprop.methods import Method, cam, perturbation
 from relprop.methods.captum_methods import Windows
@@ -366,6 +366,33 @@ def test_a_shadow_shares_the_weights_and_nothing_else(resnet: nn.Module) -> None
     with torch.no_grad():
         next(twin.parameters()).mul_(1.0)
     assert [p._version for p in resnet.parameters()] == versions
+
+
+class Counting(nn.Module):
+    """Counts its calls, in a buffer and beside it."""
+
+    calls: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+        self.also = 0
+        self.layers = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten())
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        self.also += 1
+        result: Tensor = self.layers(x)
+        return result
+
+
+@pytest.mark.parametrize("name", ["grad-cam", "score-cam", "saliency", "paper"])
+def test_a_model_that_counts_its_calls_is_not_counted_up(name: str, images: Tensor) -> None:
+    model = Counting().eval()
+    methods.get(name)(model, images, 0)
+    assert (float(model.calls), model.also) == (0, 0)
+    metrics.class_sensitivity(methods.get(name), model, images)
+    assert (float(model.calls), model.also) == (0, 0)
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -24,7 +24,7 @@ from relprop.errors import RelpropError
 from relprop.fetching import Report, quiet
 from relprop.weights import WeightsFile, read, serialised, sha256_of
 
-__all__ = ["Made", "cached", "fetch", "folder"]
+__all__ = ["Made", "cached", "fetch", "folder", "holds"]
 
 Made: TypeAlias = tuple[Mapping[str, Tensor], Mapping[str, str]]
 """Tensors by name, and what is to be known of them."""
@@ -37,6 +37,11 @@ def folder() -> Path:
     if own := os.environ.get("RELPROP_CACHE"):
         return Path(own).expanduser()
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "relprop"
+
+
+def holds(key: str) -> bool:
+    """Whether weights are in the cache under a key, going by names alone."""
+    return any(folder().glob(f"{key}-{'?' * _DIGITS}.safetensors"))
 
 
 def cached(key: str, report: Report = quiet) -> WeightsFile | None:

@@ -54,6 +54,11 @@ def labels(name: str) -> list[str]:
     return [*entries, PORTS[name].weights] if name in PORTS else entries
 
 
+def cached(name: str) -> list[str]:
+    """Those of them that are in the cache."""
+    return [label for label in labels(name) if cache.holds(f"{name}-{label}")]
+
+
 # -- torchvision --
 
 

@@ -32,7 +32,7 @@ from relprop import (
     cli_train,
 )
 from relprop.errors import RelpropError
-from relprop.runs import DONE, SOME_FAILED, Row, Run, load_model
+from relprop.runs import DONE, SOME_FAILED, Row, Run, load_model, named
 
 __all__ = ["app", "main"]
 
@@ -135,7 +135,7 @@ def explain(
         for path, photo, explanation, row in run:
             files: list[Path] = []
             with run.noting(path):
-                label = f"{_name(row['target'])}, {100 * row['target']['probability']:.0f} %"
+                label = f"{named(row['target'])}, {100 * row['target']['probability']:.0f} %"
                 quantized = explanation.quantized(levels, edges)[0] if quantize else None
                 pictures = figure.pictures(explanation, run.plan, photo, quantized, label)
                 about = {**run.about(), "image": str(path), "class": row["target"], "quantization": quantization}
@@ -243,11 +243,7 @@ def models(as_json: AsJson = False) -> None:
     from relprop import catalogue, zoo
     from relprop.cache import folder
 
-    rows = []
-    for name in zoo.names():
-        labels = catalogue.labels(name)
-        there = [label for label in labels if any(folder().glob(f"{name}-{label}-????????????????.safetensors"))]
-        rows.append({"model": name, "weights": labels, "cached": there})
+    rows = [{"model": n, "weights": catalogue.labels(n), "cached": catalogue.cached(n)} for n in zoo.names()]
     if as_json:
         _print_json({"cache": str(folder()), "models": rows})
         return
@@ -264,17 +260,13 @@ for _verb in (
     app.command()(_verb)
 
 
-def _name(about: dict[str, Any]) -> str:
-    return about["name"] or f"class {about['class']}"
-
-
 def _count(rows: Sequence[Any]) -> str:
     return "1 image" if len(rows) == 1 else f"{len(rows)} images"
 
 
 def _explanation_text(row: Row, predicted: bool) -> str:
     lines = [row["image"]]
-    lines += [f"  {100 * top['probability']:6.2f} %  {top['class']:4d}  {_name(top)}" for top in row["top"]]
+    lines += [f"  {100 * top['probability']:6.2f} %  {top['class']:4d}  {named(top)}" for top in row["top"]]
     lines.append(f"  target              {row['label']}{' (predicted)' if predicted else ''}")
     lines.append(
         f"  conservation error  {row['conservation_error']:.1e}, at one node {row['largest_leak']:.1e} at most"

@@ -8,8 +8,6 @@ from __future__ import annotations
 import csv
 import hashlib
 import json
-import shlex
-import sys
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -115,7 +113,7 @@ def _write(work: Path, comparison: Comparison, net: Model, photo: Image, about: 
 
     from relprop.compare import PROTOCOLS
     from relprop.compare_figure import curves, grid
-    from relprop.study.manifest import surroundings
+    from relprop.study.manifest import command, surroundings
 
     true = "" if comparison.true is None else _name(net, comparison.true)
     Image.fromarray(grid(comparison, photo, _name(net, comparison.target), true)).save(work / "grid.png")
@@ -125,7 +123,7 @@ def _write(work: Path, comparison: Comparison, net: Model, photo: Image, about: 
     arrays: dict[str, Any] = {method: values.numpy() for method, values in comparison.maps.items()}
     np.savez_compressed(work / "maps.npz", **arrays)
     manifest = {
-        "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+        "command": command(),
         **about,
         "target": {
             "class": comparison.target,

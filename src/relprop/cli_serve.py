@@ -15,8 +15,6 @@ import typer
 from relprop.errors import RelpropError
 from relprop.runs import DONE, load_model
 
-_MEGA = 1_000_000
-
 
 def serve(
     model: Annotated[
@@ -48,15 +46,15 @@ def serve(
     Weights are fetched before it starts, if need be, and never for a visitor. Uploads are read under limits, and gone
     when their visitor is. The interface is described at /docs.
     """
-    from relprop.app.limits import Limits
+    from relprop.app.limits import MEGA, Limits
     from relprop.app.server import Server
     from relprop.memory import keep_freed
 
     keep_freed()
     limits = Limits(
-        photo=int(max_photo * _MEGA),
-        pixels=int(max_pixels * _MEGA),
-        checkpoint=int(max_checkpoint * _MEGA),
+        photo=int(max_photo * MEGA),
+        pixels=int(max_pixels * MEGA),
+        checkpoint=int(max_checkpoint * MEGA),
         waiting=waiting,
         seconds=time_limit,
         visits=visits,

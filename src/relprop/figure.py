@@ -87,7 +87,7 @@ class Share:
         return 1 - self.residual
 
 
-def shares(ledger: Ledger, graph: Graph, sample: int = 0) -> list[Share]:
+def shares(ledger: Ledger, graph: Graph) -> list[Share]:
     """How relevance was parted at every merge that any of it reached, from input to output.
 
     Shares are of sums of absolute values, which are the relevance itself where none of it is negative.
@@ -96,7 +96,7 @@ def shares(ledger: Ledger, graph: Graph, sample: int = 0) -> list[Share]:
     for i, node in enumerate(graph):
         if node.merge is None:
             continue
-        sizes = [float(ledger.edges[i, j][1][0, sample]) if (i, j) in ledger.edges else 0.0 for j in node.inputs]
+        sizes = [float(ledger.edges[i, j][1][0, 0]) if (i, j) in ledger.edges else 0.0 for j in node.inputs]
         if whole := sum(sizes):
             identity = any(branch in node.identities for branch in range(len(sizes)) if branch != node.main)
             result.append(Share(node.name, node.merge, sizes[node.main] / whole, identity))
@@ -260,25 +260,24 @@ def panel(photo: Image, heatmap: Tensor, quantized: Tensor | None = None, captio
     return _drawn(_figure(pictures, captions), pictures)
 
 
-def flow(explanation: Explanation, plan: Plan, photo: Image, label: str = "", sample: int = 0) -> RGB:
+def flow(explanation: Explanation, plan: Plan, photo: Image, label: str = "") -> RGB:
     """The photo, its heatmap, and the shares of relevance that took the skips on the way from the output to it.
 
     Args:
-        explanation: One with a target for each sample.
+        explanation: Of one sample and one target.
         plan: The plan that it was made by.
         photo: What the model saw, as large as the map.
         label: Name of the target.
-        sample: Which sample of the batch.
     """
-    map = explanation.heatmap[sample]
-    parted = shares(explanation.ledger, plan.graph, sample)
+    map = explanation.heatmap[0]
+    parted = shares(explanation.ledger, plan.graph)
     large = _large(photo)
     pictures = [np.asarray(large), glow(map, large, limit(map))]
     figure = _figure(pictures, ["photo", _caption(label)], _FLOW if parted else 0)
     if parted:
         axes = _axes(figure, 2, _FLOW)
         _flow(axes, parted, label)
-        error = float(explanation.ledger.error.reshape(len(explanation.target), -1)[sample].max())
+        error = float(explanation.ledger.error.max())
         axes.set_title(f"the way back through {len(parted)} residual blocks (conservation error {error:.0e})", **_TEXT)
     return _drawn(figure, pictures)
 

@@ -56,6 +56,14 @@ class Preparation:
         """As JSON, for a weights file."""
         return json.dumps({**asdict(self), "normalization": list(self.normalization)})
 
+    def prepared(self, image: Picture) -> Tensor:
+        """What a model sees of an image, as it wants it, ``(3, H, W)``.
+
+        Raises:
+            RelpropError: The image cannot be read.
+        """
+        return self.normalised(self.cropped(image))
+
     def cropped(self, image: Picture) -> Image.Image:
         """The part of an image that a model sees, at the size it sees it.
 

@@ -236,7 +236,7 @@ def targets(target: Any, output: Sequence[int], what: str = "the model has {0} c
         tensor = torch.as_tensor(target)
     except (TypeError, ValueError, RuntimeError):
         tensor = torch.empty(0)
-    if tensor.dtype in (torch.bool, *PRECISIONS, torch.float16, torch.bfloat16, torch.complex64):
+    if tensor.dtype == torch.bool or tensor.is_floating_point() or tensor.is_complex():
         msg = f"The target {brief(target)} is no class number; pass an int, a list of ints or an integer tensor."
         raise RelpropError(msg)
     tensor = tensor.long()

@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from functools import cache, cached_property
@@ -139,6 +139,23 @@ class Run:
         return SOME_FAILED if self.failures else DONE
 
 
+def named(about: Mapping[str, Any]) -> str:
+    """What a class is called."""
+    return str(about["name"] or f"class {about['class']}")
+
+
+def account(e: Explanation) -> Row:
+    """How one explanation adds up."""
+    leaks = {node: float(e.ledger.entry([i]).leak.max()) for i, node in enumerate(e.ledger.nodes)}
+    worst = max(leaks, key=lambda node: leaks[node])
+    return {
+        "start": float(e.start[0]),
+        "conservation_error": float(e.ledger.error.max()),
+        "largest_leak": leaks[worst],
+        "leaks_most": worst,
+    }
+
+
 def row_of(path: Path, net: Model, e: Explanation) -> Row:
     """What there is to say of one explained image."""
     probability = e.output[0].double().softmax(0)
@@ -148,8 +165,6 @@ def row_of(path: Path, net: Model, e: Explanation) -> Row:
         name, synset = (names[index] if names else None for names in (net.classes, net.synsets))
         return {"class": index, "name": name, "synset": synset, "probability": float(probability[index])}
 
-    leaks = {node: float(e.ledger.entry([i]).leak.max()) for i, node in enumerate(e.ledger.nodes)}
-    worst = max(leaks, key=lambda node: leaks[node])
     absorbed = {
         f"{cause} at {e.ledger.nodes[node]}": float((amount / e.ledger.start).abs().max())
         for node, causes in e.ledger.absorbed.items()
@@ -159,10 +174,7 @@ def row_of(path: Path, net: Model, e: Explanation) -> Row:
         "image": str(path),
         "top": [about(index) for index in best.indices.tolist()],
         "target": about(int(e.target[0])),
-        "start": float(e.start[0]),
-        "conservation_error": float(e.ledger.error.max()),
-        "largest_leak": leaks[worst],
-        "leaks_most": worst,
+        **account(e),
         "absorbed": sum(absorbed.values()),
         "absorbs_most": max(absorbed, key=lambda where: absorbed[where], default=None),
     }

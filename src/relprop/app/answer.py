@@ -15,10 +15,10 @@ import relprop
 from relprop.figure import Share, shares
 from relprop.plans import Plan
 from relprop.result import Explanation
-from relprop.runs import row_of
+from relprop.runs import named, row_of
 from relprop.zoo import Model
 
-__all__ = ["Answer", "Question", "Stop", "answer", "named"]
+__all__ = ["Answer", "Question", "Stop", "answer"]
 
 
 @dataclass(frozen=True)
@@ -85,11 +85,6 @@ class Answer:
     def label(self) -> str:
         """The explained class, with its probability."""
         return f"{named(self.row['target'])}, {100 * self.row['target']['probability']:.0f} %"
-
-
-def named(about: Mapping[str, Any]) -> str:
-    """What a class is called."""
-    return str(about["name"] or f"class {about['class']}")
 
 
 def answer(model: Model, picture: Image, name: str, question: Question) -> Answer:

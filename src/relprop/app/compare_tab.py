@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import html
-import sys
 import threading
 import traceback
 from collections.abc import Iterator
@@ -12,7 +11,6 @@ from typing import Any
 import gradio as gr
 
 from relprop import methods
-from relprop.app.answer import named
 from relprop.app.cards import cards
 from relprop.app.desk import Desk
 from relprop.app.gate import Turn
@@ -20,6 +18,7 @@ from relprop.app.parts import alert, framed, part
 from relprop.app.visits import Visit
 from relprop.compare import PROTOCOLS
 from relprop.errors import RelpropError
+from relprop.runs import named
 
 __all__ = ["CompareTab"]
 
@@ -95,7 +94,7 @@ class CompareTab:
             except RelpropError as error:
                 said[0] = str(error)
             except Exception:
-                traceback.print_exc(file=sys.stderr)
+                traceback.print_exc()
                 said[0] = "Something unexpected happened; the server's log says what."
 
         visit.comparison = None

@@ -79,10 +79,12 @@ def _choices(about: Mapping[str, Any]) -> list[str]:
 
 
 def _found(schema: Mapping[str, Any], part: Mapping[str, Any]) -> Mapping[str, Any]:
-    found: Mapping[str, Any] = schema
-    for step in part.get("$ref", "#").removeprefix("#/").split("/") if "$ref" in part else ():
+    if "$ref" not in part:
+        return part
+    found = schema
+    for step in part["$ref"].removeprefix("#/").split("/"):
         found = found[step]
-    return found if "$ref" in part else part
+    return found
 
 
 def _text(text: Any) -> str:

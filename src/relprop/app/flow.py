@@ -6,9 +6,10 @@ import html
 from collections.abc import Iterator, Sequence
 from itertools import groupby
 
-from relprop.app.answer import Answer, named
+from relprop.app.answer import Answer
 from relprop.app.viewer import view
 from relprop.figure import Share
+from relprop.runs import named
 
 __all__ = ["band", "flow", "words"]
 

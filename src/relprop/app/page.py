@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import html
 import shutil
-import sys
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, get_args
 
 import gradio as gr
 
-from relprop.app.answer import Answer, Question, named
+from relprop.app.answer import Answer, Question
 from relprop.app.compare_tab import CompareTab
 from relprop.app.desk import Desk
 from relprop.app.flow import flow, words
@@ -24,6 +24,7 @@ from relprop.app.visits import Visit
 from relprop.cli import Preset, Split
 from relprop.errors import RelpropError
 from relprop.images import SAMPLES
+from relprop.runs import named
 
 __all__ = ["page"]
 
@@ -128,7 +129,7 @@ class _Page:
         on(self.photo.upload, self._uploaded, self.photo)
         on(self.photo.clear, self._cleared)
         for button, sample in zip(self.samples, SAMPLES, strict=True):
-            on(button.click, _with(self._sampled, sample))
+            on(button.click, partial(self._sampled, sample))
         on(self.model.input, self._other_model)
         on(self.weights.input, self._other_weights)
         on(self.checkpoint.upload, self._own_weights, self.checkpoint)
@@ -150,7 +151,7 @@ class _Page:
             except RelpropError as error:
                 return {self.notice: alert(str(error))}
             except Exception:  # a stranger is not shown what is inside
-                traceback.print_exc(file=sys.stderr)
+                traceback.print_exc()
                 return {self.notice: alert("Something unexpected happened; the server's log says what.")}
 
         return answered
@@ -253,10 +254,6 @@ class _Page:
         held = self.blocks.state_holder
         held.session_data.pop(session, None)
         held.time_last_used.pop(session, None)
-
-
-def _with(work: Callable[..., Any], first: str) -> Callable[..., Any]:
-    return lambda *values: work(first, *values)
 
 
 @contextmanager

@@ -13,7 +13,7 @@ from PIL import Image
 
 import relprop
 from relprop import images, zoo
-from relprop.app.answer import Answer, Stop, named
+from relprop.app.answer import Answer, Stop
 from relprop.app.cards import cards
 from relprop.app.flow import flow
 from relprop.app.viewer import data_uri, script, style, views
@@ -22,6 +22,7 @@ from relprop.errors import RelpropError
 from relprop.fetching import quiet
 from relprop.figure import shares
 from relprop.result import Explanation
+from relprop.runs import account, named
 
 __all__ = ["compared", "report", "saved"]
 
@@ -96,17 +97,7 @@ def _row(e: Explanation, name: str, known: Mapping[str, Any], names: tuple[str, 
         told = known.get("name") if index == known.get("class") else names[index] if names else None
         return {"class": index, "name": told, "probability": float(probability[index])}
 
-    leaks = {node: float(e.ledger.entry([i]).leak.max()) for i, node in enumerate(e.ledger.nodes)}
-    worst = max(leaks, key=lambda node: leaks[node])
-    return {
-        "image": name,
-        "top": [about(index) for index in best],
-        "target": about(int(e.target[0])),
-        "start": float(e.start[0]),
-        "conservation_error": float(e.ledger.error.max()),
-        "largest_leak": leaks[worst],
-        "leaks_most": worst,
-    }
+    return {"image": name, "top": [about(index) for index in best], "target": about(int(e.target[0])), **account(e)}
 
 
 def compared(folder: Path) -> str:

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 from relprop import catalogue, zoo
-from relprop.cache import folder
 from relprop.errors import RelpropError
 from relprop.fetching import quiet
 from relprop.zoo import Model
@@ -57,10 +56,7 @@ class Shelf:
         for name, weights in self.given:
             offers.setdefault(name, []).append(weights)
         for name in zoo.names():
-            there = [
-                w for w in catalogue.labels(name) if any(folder().glob(f"{name}-{w}-????????????????.safetensors"))
-            ]
-            offers.setdefault(name, []).extend([*there, _RANDOM])
+            offers.setdefault(name, []).extend([*catalogue.cached(name), _RANDOM])
         return {name: tuple(dict.fromkeys(weights)) for name, weights in offers.items()}
 
     def get(self, wanted: Wanted) -> Model:

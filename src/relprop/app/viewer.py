@@ -15,9 +15,10 @@ import numpy as np
 from PIL import Image
 from torch import Tensor
 
-from relprop.app.answer import Answer, Stop, named
+from relprop.app.answer import Answer, Stop
 from relprop.figure import limit
 from relprop.heatmap import diverging
+from relprop.runs import named
 
 __all__ = ["COLOURS", "data_uri", "described", "script", "style", "view", "views"]
 

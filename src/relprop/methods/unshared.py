@@ -53,7 +53,7 @@ _CURVED = (nn.ReLU, nn.ELU, nn.LeakyReLU, nn.Sigmoid, nn.Tanh, nn.Softplus, nn.S
 
 
 def shadow(model: nn.Module, *, own_weights: bool = False) -> nn.Module:
-    """A copy of a model's modules over the same weights, which need no gradients there.
+    """A copy of a model's modules over the same parameters, which need no gradients there; buffers are its own.
 
     Args:
         model: The model; nothing is changed on it.
@@ -65,8 +65,9 @@ def shadow(model: nn.Module, *, own_weights: bool = False) -> nn.Module:
 
     def same(tensor: Tensor) -> Tensor:
         # .data: a write would not be counted as one on the model's own tensor, nor does a gradient reach it.
-        data = tensor.data.clone() if own_weights else tensor.data
-        return nn.Parameter(data, requires_grad=False) if isinstance(tensor, nn.Parameter) else data
+        if not isinstance(tensor, nn.Parameter):
+            return tensor.data.clone()  # a model may count its calls in a buffer
+        return nn.Parameter(tensor.data.clone() if own_weights else tensor.data, requires_grad=False)
 
     held = [*model.parameters(), *model.buffers()]
     # Others hang on modules unregistered, such as those that weight_norm computes; deepcopy refuses them.

@@ -39,8 +39,7 @@ def baseline_of(kind: Any, x: Tensor, normalization: Any = None) -> Tensor:
             return _blurred(x)
         mean, std = _normalization(normalization, kind, x)
         pixel = -mean / std if kind == "black" else torch.zeros_like(mean)
-        shape = (1, -1, *[1] * (x.ndim - 2)) if x.ndim > 2 else (1, -1)
-        return pixel.reshape(shape).to(x).expand(1, *x.shape[1:])
+        return pixel.reshape(1, -1, *[1] * (x.ndim - 2)).to(x).expand(1, *x.shape[1:])
     return _given(kind, x)
 
 

@@ -20,6 +20,7 @@ from relprop import requests
 from relprop.errors import RelpropError
 from relprop.metrics.ranking import heat, numbered, seed_of
 from relprop.metrics.scorer import classes
+from relprop.state import undisturbed
 
 __all__ = [
     "Method",
@@ -134,7 +135,7 @@ def class_sensitivity(
         RelpropError: If the model, the input or the maps cannot be used.
     """
     module = _prepared(model, x)
-    output = _output(module, x)
+    output = output_of(module, x)
     maps = method(module, x, output.argmax(1)) if predicted is None else predicted
     return similarity(_heatmaps(maps, x), _heatmaps(method(module, x, output.argmin(1)), x), kind)
 
@@ -176,7 +177,7 @@ def max_sensitivity(
     except ImportError:
         raise RelpropError("Max-sensitivity is computed by captum, which is not here: pip install captum.") from None
     module = _prepared(model, x)
-    targets, numbers = classes(target, _output(module, x)), numbered(indices, len(x))
+    targets, numbers = classes(target, output_of(module, x)), numbered(indices, len(x))
     if samples < 1 or not radius > 0:
         raise RelpropError(f"There have to be samples and a positive radius, not {samples!r} and {radius!r}.")
 
@@ -239,7 +240,7 @@ def parameter_randomisation(
         RelpropError: If there is no such layer, or the model, the input or the maps cannot be used.
     """
     module = _prepared(model, x)
-    targets = classes(target, _output(module, x))
+    targets = classes(target, output_of(module, x))
     original = _heatmaps(method(module, x, targets), x)
     copy = deepcopy(module)
     modules = dict(copy.named_modules())
@@ -279,7 +280,7 @@ def _called(module: nn.Module, x: Tensor) -> dict[str, int]:
         part.register_forward_hook(lambda *_, name=name: order.update({name: next(ticks)}))
         for name, part in module.named_modules()
     ]
-    _output(module, x[:1])
+    output_of(module, x[:1])
     for hook in hooks:
         hook.remove()
     return order
@@ -300,8 +301,9 @@ def _prepared(model: Any, x: Tensor) -> nn.Module:
     return module
 
 
-def _output(module: nn.Module, x: Tensor) -> Tensor:
-    with torch.no_grad():
+def output_of(module: nn.Module, x: Tensor) -> Tensor:
+    """What a model makes of inputs, which leaves nothing on it."""
+    with torch.no_grad(), undisturbed(module):
         output: Tensor = module(x.detach())
     return output
 

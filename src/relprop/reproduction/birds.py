@@ -129,7 +129,8 @@ def refresh(text: str, folder: Path) -> str:
 
     Args:
         text: The page.
-        folder: Results: ``head`` and ``layer4`` as ``relprop train`` writes them, ``table1`` as :class:`Birds` does.
+        folder: Results: ``head``, ``layer4`` and ``all`` as ``relprop train`` writes them, ``table1`` as :class:`Birds`
+            does.
     """
 
     def trainings(part: str) -> str:

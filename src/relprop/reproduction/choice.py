@@ -13,6 +13,7 @@ from relprop.reproduction.tables import TIE_SAFE, markdown
 from relprop.study import estimate, read
 from relprop.study.measures import NAMES
 from relprop.study.table import Estimate
+from relprop.study.table import scores as tabled
 
 __all__ = ["SEARCH", "held_out", "refresh", "screened"]
 
@@ -62,14 +63,8 @@ def held_out(folder: Path) -> str:
 
     Intervals of differences are simultaneous: 95 % for all methods in a column, by Bonferroni's correction.
     """
-    columns: dict[tuple[str, str], dict[str, float]] = {}
-    for row in read(folder):
-        if row.protocol not in ("", TIE_SAFE):
-            continue
-        for name, value in row.values.items():
-            if row.image in columns.get((row.method, name), {}):
-                raise RelpropError(f"{row.image} has two rows of {row.method}, {name}, in {folder}: of other settings.")
-            columns.setdefault((row.method, name), {})[row.image] = value
+    found = tabled(row for row in read(folder) if row.protocol in ("", TIE_SAFE))
+    columns = {(method, name): column for (method, (_, name)), column in found.items()}
     methods = list(dict.fromkeys(method for method, _ in columns))
     if OURS not in methods:
         raise RelpropError(f"The study in {folder} has no rows of {OURS}.")

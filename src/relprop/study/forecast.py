@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from relprop.datasets import Sample
 from relprop.errors import RelpropError
 from relprop.study import pieces
+from relprop.study.journal import JOURNAL
 from relprop.study.loading import load
 from relprop.study.output import Output
 from relprop.study.progress import spoken
@@ -104,7 +105,7 @@ def forecast(
     run = asked.run
     images = batches = done = 0
     first: Sequence[Sample] = ()
-    there = out.folder is not None and (out.folder / "journal.sqlite").exists()
+    there = out.folder is not None and (out.folder / JOURNAL).exists()
     with (out if there else Output(None)).journal() as journal:
         for batch in asked.batches():
             first = first or batch.samples[:_IMAGES]

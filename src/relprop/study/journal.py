@@ -26,8 +26,9 @@ FORMAT = "1"
 """Part of every key: rows of another format are not mistaken for these."""
 
 
+JOURNAL = "journal.sqlite"
 PRODUCT = "rows.parquet"
-"""What a study leaves for others, beside its journal."""
+"""The file of a study's rows, and what it leaves for others beside that."""
 
 MANY = 200_000
 """Rows that a study hands out with their curves; those of more would fill the memory."""
@@ -261,7 +262,7 @@ def read(folder: Path, *, curves: bool = True) -> list[Row]:
     Raises:
         RelpropError: If the folder holds neither.
     """
-    path = folder / "journal.sqlite"
+    path = folder / JOURNAL
     if path.exists():
         with Journal(path) as journal:
             return list(journal if curves else journal.brief())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import shlex
 import sys
 import time
 from collections.abc import Mapping
@@ -29,8 +30,8 @@ def now() -> str:
 
 
 def command() -> str:
-    """What was typed."""
-    return " ".join([Path(sys.argv[0]).name, *sys.argv[1:]])
+    """What was typed, as a shell would take it again."""
+    return shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])
 
 
 def surroundings() -> dict[str, Any]:

@@ -12,7 +12,7 @@ from relprop import requests
 from relprop.methods import Method
 from relprop.metrics.scorer import Probabilities
 
-__all__ = ["Measure", "Measured", "Seen"]
+__all__ = ["Measure", "Measured", "Seen", "numbers"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -85,6 +85,11 @@ class Seen:
 
 Measured: TypeAlias = tuple[dict[str, float], dict[str, list[float]]]
 """The numbers and the curves of one image."""
+
+
+def numbers(name: str, values: Tensor) -> list[Measured]:
+    """One number of each image."""
+    return [({name: float(value)}, {}) for value in values]
 
 
 def _any(_: Method) -> str | None:

@@ -13,7 +13,7 @@ from relprop.metrics import insertion_deletion, localisation, road, sanity
 from relprop.metrics.insertion import PUBLISHED_STEP, published_places
 from relprop.metrics.road import PERCENTILES
 from relprop.study import probes
-from relprop.study.measure import Measure, Measured, Seen
+from relprop.study.measure import Measure, Measured, Seen, numbers
 
 __all__ = ["METRICS", "NAMES", "PROTOCOLS", "make"]
 
@@ -107,15 +107,15 @@ def _insertion(way: str, options: Mapping[str, Any], *, shared: bool) -> Measure
         scores, other = every.only(0), every.only(1)
         result = []
         for i in range(len(maps)):
-            numbers = {n: float(getattr(scores, n)[i]) for n in ("insertion", "deletion", "score", "spread")}
+            values = {n: float(getattr(scores, n)[i]) for n in ("insertion", "deletion", "score", "spread")}
             if known[i]:
-                numbers[f"score of the {second} class"] = float(other.score[i])
+                values[f"score of the {second} class"] = float(other.score[i])
             curves = {}
             for kind in ("insertion", "deletion"):
                 curve = getattr(scores.curves, kind)
                 curves[f"{kind} fraction"] = [round(float(v), 5) for v in curve.fraction[i]]
                 curves[kind] = [round(float(v), 5) for v in curve.probability[i]]
-            result.append((numbers, curves))
+            result.append((values, curves))
         return result
 
     curve = settings.get("points") or PUBLISHED_POINTS
@@ -139,25 +139,21 @@ def _try(settings: Mapping[str, Any]) -> None:
 # -- Of maps alone, and of maps and objects --
 
 
-def _numbers(name: str, values: Tensor) -> list[Measured]:
-    return [({name: float(value)}, {}) for value in values]
-
-
 def _local(name: str, measured: Callable[[Tensor, Tensor], Tensor]) -> Callable[..., list[Measure]]:
     def run(seen: Seen) -> list[Measured]:
         regions = torch.stack([region for region in seen.objects if region is not None])
-        return _numbers(name, measured(seen.maps[:, 0], regions))
+        return numbers(name, measured(seen.maps[:, 0], regions))
 
-    return lambda *_: [Measure(name, "", run, {}, name, objects=True)]
+    return _one(name, run, objects=True)
 
 
 def _sparseness(seen: Seen) -> list[Measured]:
-    return _numbers("sparseness", sanity.sparseness(seen.maps[:, 0]))
+    return numbers("sparseness", sanity.sparseness(seen.maps[:, 0]))
 
 
 def _road(seen: Seen) -> list[Measured]:
     found = road(seen.model, seen.x, seen.maps, seen.target, indices=seen.tickets, scorer=seen.scorer)
-    return _numbers("road", found)
+    return numbers("road", found)
 
 
 def _one(name: str, run: Callable[[Seen], Sequence[Measured | str]], **facts: Any) -> Callable[..., list[Measure]]:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from relprop.errors import RelpropError
 from relprop.study import manifest
-from relprop.study.journal import PRODUCT, Journal
+from relprop.study.journal import JOURNAL, PRODUCT, Journal
 
 __all__ = ["Merged", "Source", "merge"]
 
@@ -81,7 +81,7 @@ def merge(runs: Sequence[Path], out: Path) -> Merged:
 
 
 def _journal(folder: Path) -> Path:
-    return folder / "journal.sqlite"
+    return folder / JOURNAL
 
 
 def _requests(facts: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:

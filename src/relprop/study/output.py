@@ -40,7 +40,7 @@ class Output:
         """The journal; where it is gone and its product is there, as in a folder of results, that is continued."""
         if self.folder is None:
             return Journal(Path(":memory:"))
-        made = Journal(self.folder / "journal.sqlite")
+        made = Journal(self.folder / journals.JOURNAL)
         # One without rows may be of a run that was killed before it had taken in the product.
         if (self.folder / journals.PRODUCT).exists() and next(made.keys(), None) is None:
             made.add(journals.product(self.folder))

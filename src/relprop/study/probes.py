@@ -10,13 +10,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from relprop import requests
 from relprop.methods import Method
 from relprop.metrics import localisation, sanity
-from relprop.state import undisturbed
-from relprop.study.measure import Measured, Seen
+from relprop.study.measure import Measured, Seen, numbers
 
 __all__ = ["class_sensitivity", "conservation", "grid", "lawless", "max_sensitivity", "randomisation"]
 
@@ -34,14 +32,14 @@ CASCADE = {"steps": STEPS, "kind": "spearman"}
 def class_sensitivity(seen: Seen) -> list[Measured]:
     """See :func:`relprop.metrics.class_sensitivity`; the predicted class has been explained already."""
     found = sanity.class_sensitivity(seen.ask, seen.model, seen.x, predicted=seen.maps)
-    return [({"class-sensitivity": float(value)}, {}) for value in found]
+    return numbers("class-sensitivity", found)
 
 
 def max_sensitivity(seen: Seen) -> list[Measured]:
     """See :func:`relprop.metrics.max_sensitivity`."""
     settings: dict[str, Any] = NEIGHBOURHOOD
     found = sanity.max_sensitivity(seen.ask, seen.model, seen.x, seen.target, indices=seen.tickets, **settings)
-    return [({"max-sensitivity": float(value)}, {}) for value in found]
+    return numbers("max-sensitivity", found)
 
 
 def randomisation(seen: Seen) -> list[Measured]:
@@ -95,7 +93,8 @@ def conservation(seen: Seen) -> list[Measured]:
     """
     promise, x = _promise(seen.method), seen.x
     target = seen.target[:, None]
-    logits = _output(seen.model, x)
+    module = requests.module(seen.model)
+    logits = sanity.output_of(module, x)
     if promise == "one":
         start = torch.ones(len(x), device=x.device)
     elif promise == "probability":
@@ -104,15 +103,8 @@ def conservation(seen: Seen) -> list[Measured]:
         start = logits.double().gather(1, target)[:, 0]
     if promise == "difference":
         empty = torch.full_like(x[:1], float(seen.method.options.get("baseline", 0.0)))
-        start = start - _output(seen.model, empty).double().expand(logits.shape).gather(1, target)[:, 0]
-    return [({"conservation-error": float(value)}, {}) for value in sanity.conservation_error(seen.raw, start)]
-
-
-def _output(model: Any, x: Tensor) -> Tensor:
-    module = requests.module(model)
-    with torch.no_grad(), undisturbed(module):
-        output: Tensor = module(x)
-    return output
+        start = start - sanity.output_of(module, empty).double().expand(logits.shape).gather(1, target)[:, 0]
+    return numbers("conservation-error", sanity.conservation_error(seen.raw, start))
 
 
 # -- The grid pointing game --

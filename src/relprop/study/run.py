@@ -92,7 +92,7 @@ def evaluate(
         out: Folder of the study: its journal, ``rows.parquet`` and ``manifest.json``; or a URL that fsspec knows, to
             which rows go in parts while the study goes on; None for none.
         batch_size: Images explained at once.
-        precision: Of scoring; ``bf16`` trades 1e-2 of a probability for speed.
+        precision: Of scoring; ``bf16`` trades up to 3e-2 of a probability for speed.
         progress: Told after each method of each batch.
         engine: What works on the pieces; by default this process, else a :class:`relprop.cluster.Cluster`. Rows do not
             depend on it.

@@ -148,27 +148,27 @@ def tabulate(
     _check(columns, {name for row in rows for name in row.values}, "number")
     if protocol not in ("both", *PROTOCOLS):
         raise RelpropError(f"There is no protocol {protocol!r}; there are {', '.join(PROTOCOLS)} and both.")
-    scores = _scores(
+    found = scores(
         row
         for row in rows
         if (metrics is None or row.metric in metrics) and (protocol == "both" or row.protocol in ("", protocol))
     )
-    asked = {cell for _, cell in scores if (cell[1] in columns if columns is not None else cell[1] not in ASIDE)}
-    scores = {(method, cell): values for (method, cell), values in scores.items() if cell in asked}
-    if not scores:
+    asked = {cell for _, cell in found if (cell[1] in columns if columns is not None else cell[1] not in ASIDE)}
+    found = {(method, cell): values for (method, cell), values in found.items() if cell in asked}
+    if not found:
         msg = "There are no rows to make a table of; run relprop evaluate first."
         raise RelpropError(msg)
-    measured = tuple(sorted({method for method, _ in scores}))
+    measured = tuple(sorted({method for method, _ in found}))
     if reference is not None and reference not in measured:
         msg = f"The reference {reference!r} was not measured; there are {', '.join(measured)}."
         raise RelpropError(msg)
     shown = measured if methods is None else tuple(name for name in dict.fromkeys(methods) if name in measured)
     cells, differences = {}, {}
-    for (method, cell), mine in scores.items():
+    for (method, cell), mine in found.items():
         if method not in shown:
             continue
         cells[method, cell] = estimate([mine[i] for i in sorted(mine)])
-        theirs = scores.get((reference or "", cell), {})
+        theirs = found.get((reference or "", cell), {})
         shared = sorted(mine.keys() & theirs.keys())
         if shared and method != reference:
             differences[method, cell] = estimate([mine[i] - theirs[i] for i in shared])
@@ -183,12 +183,16 @@ def _check(asked: Sequence[str] | None, there: set[str], what: str) -> None:
         raise RelpropError(f"The {what} {missing[0]!r} was not measured; there are {', '.join(sorted(there))}.")
 
 
-def _scores(rows: Iterable[Row]) -> dict[tuple[str, Cell], dict[str, float]]:
-    """By method and column, the number of each image."""
-    scores: dict[tuple[str, Cell], dict[str, float]] = {}
+def scores(rows: Iterable[Row]) -> dict[tuple[str, Cell], dict[str, float]]:
+    """By method and column, the number of each image.
+
+    Raises:
+        RelpropError: If an image has two of them.
+    """
+    found: dict[tuple[str, Cell], dict[str, float]] = {}
     for row in rows:
         for name, value in row.values.items():
-            column = scores.setdefault((row.method, (row.protocol or row.metric, name)), {})
+            column = found.setdefault((row.method, (row.protocol or row.metric, name)), {})
             if row.image in column:
                 what = " ".join(part for part in (row.metric, row.protocol) if part)
                 raise RelpropError(
@@ -196,7 +200,7 @@ def _scores(rows: Iterable[Row]) -> dict[tuple[str, Cell], dict[str, float]]:
                     "mean would mix; relprop evaluate with those you want prints the table of its own rows."
                 )
             column[row.image] = value
-    return scores
+    return found
 
 
 def _title(cell: Cell) -> str:

@@ -13,7 +13,7 @@ from relprop.errors import RelpropError
 if TYPE_CHECKING:
     from lightning_fabric import Fabric
 
-__all__ = ["Epoch", "load", "log", "save"]
+__all__ = ["Epoch", "best", "load", "log", "save"]
 
 
 class Epoch(NamedTuple):
@@ -36,6 +36,11 @@ class Epoch(NamedTuple):
     validation_loss: float
     validation_accuracy: float
     seconds: float
+
+
+def best(epochs: Sequence[Epoch]) -> Epoch:
+    """The first epoch with the lowest validation loss, which gives the weights."""
+    return min(epochs, key=lambda epoch: epoch.validation_loss)
 
 
 def save(fabric: Fabric, path: Path, state: dict[str, Any]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from relprop.training.checkpoint import Epoch
+from relprop.training.checkpoint import Epoch, best
 
 __all__ = ["plot"]
 
@@ -21,14 +21,14 @@ def plot(epochs: Sequence[Epoch], path: Path, title: str) -> None:
     figure = Figure(figsize=(8, 3), layout="constrained")
     FigureCanvasAgg(figure)
     figure.suptitle(title, fontsize=10)
-    best = min(epochs, key=lambda epoch: epoch.validation_loss)
+    chosen = best(epochs)
     numbers = [epoch.epoch for epoch in epochs]
     for axes, name in zip(figure.subplots(1, 2), ("loss", "accuracy"), strict=True):
         axes.plot(numbers, [getattr(e, name) for e in epochs], ".-", color=_TRAINING, label="training")
         axes.plot(
             numbers, [getattr(e, f"validation_{name}") for e in epochs], ".-", color=_VALIDATION, label="validation"
         )
-        axes.axvline(best.epoch, color=_GREY, linewidth=0.8, linestyle=":", label=f"best, epoch {best.epoch}")
+        axes.axvline(chosen.epoch, color=_GREY, linewidth=0.8, linestyle=":", label=f"best, epoch {chosen.epoch}")
         axes.set(xlabel="epoch", ylabel="cross-entropy" if name == "loss" else name)
         axes.set_ylim(0, 1 if name == "accuracy" else None)
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))

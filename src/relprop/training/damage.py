@@ -17,7 +17,7 @@ IMAGES, TRAIN, TEST, CLASSES = 11_788, 5_994, 5_794, 200
 """Of the official set."""
 TABLES = ("images.txt", "image_class_labels.txt", "train_test_split.txt", "classes.txt")
 
-_SHOWN = 3
+_SHOWN, _THREADS = 3, 2
 
 
 class Finding(NamedTuple):
@@ -83,10 +83,10 @@ def _counts(home: Path, every: Dataset, train: Dataset, test: Dataset) -> Iterat
             yield Finding(home / table, f"lists {found:,} {what}; the official set has {official:,}", grave=False)
 
 
-def unreadable(data: Dataset, *, deep: bool, workers: int = 2) -> Iterator[Finding]:
+def unreadable(data: Dataset, *, deep: bool) -> Iterator[Finding]:
     """The image files of a dataset that are missing, empty or damaged."""
     look: Callable[[Path], str | None] = _decoded if deep else _there
-    with ThreadPoolExecutor(workers) as pool:
+    with ThreadPoolExecutor(_THREADS) as pool:
         paths = [sample.path for sample in data]
         for path, what in zip(paths, pool.map(look, paths), strict=True):
             if what:

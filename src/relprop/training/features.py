@@ -27,7 +27,7 @@ from relprop.errors import RelpropError
 from relprop.preparation import Preparation
 from relprop.training.views import views
 
-__all__ = ["Features", "Tick"]
+__all__ = ["Features", "Tick", "quiet"]
 
 Tick = Callable[[int, int, str], None]
 """Told how many of how many are done, and of what."""
@@ -37,8 +37,8 @@ _EVERY = 5.0
 """Seconds between two notes of how far it is."""
 
 
-def _ignore(*_: Any) -> None:
-    """A tick that tells nobody."""
+def quiet(*_: Any) -> None:
+    """Tells nobody."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,7 +68,7 @@ class Features:
         *,
         count: int = 1,
         workers: int = 2,
-        tick: Tick = _ignore,
+        tick: Tick = quiet,
     ) -> Features:
         """Computes what a folder does not hold yet.
 
@@ -96,7 +96,7 @@ class Features:
         arrays = []
         for view in range(count):
             draw = views(data, preparation, "view", view)
-            prepare = draw if view else lambda path: preparation.normalised(preparation.cropped(path))
+            prepare = draw if view else preparation.prepared
             file = _File(home / f"view{view}.npy", len(samples))
             for batch in datasets.batches(samples[file.done :], prepare, _BATCH, workers=workers):
                 file.add(_computed(frozen, batch.x))

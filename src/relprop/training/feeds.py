@@ -64,10 +64,7 @@ class Photos:
             yield batch.x, batch.labels
 
     def plain(self, samples: Sequence[Sample], size: int) -> Iterator[Pair]:
-        wants = self.preparation
-        for batch in datasets.batches(
-            samples, lambda p: wants.normalised(wants.cropped(p)), size, workers=self.workers
-        ):
+        for batch in datasets.batches(samples, self.preparation.prepared, size, workers=self.workers):
             yield batch.x, batch.labels
 
 

@@ -18,7 +18,8 @@ from relprop.datasets import Dataset
 from relprop.errors import RelpropError
 from relprop.study import manifest
 from relprop.training import curve
-from relprop.training.features import Features, Tick
+from relprop.training.checkpoint import best
+from relprop.training.features import Features, Tick, quiet
 from relprop.training.feeds import Feed, Kept, Photos
 from relprop.training.network import ALL, Network, build
 from relprop.training.parts import Parts
@@ -105,10 +106,6 @@ def tabulate(outcomes: Sequence[Outcome]) -> str:
     return "\n".join(lines)
 
 
-def _quiet(*_: Any) -> None:
-    """Tells nobody."""
-
-
 @dataclass
 class Training:
     """Trainings of one model, one for each seed.
@@ -136,8 +133,8 @@ class Training:
     views: int = 2
     workers: int = 2
     features: Path | None = None
-    say: Callable[[str], None] = _quiet
-    tick: Tick = _quiet
+    say: Callable[[str], None] = quiet
+    tick: Tick = quiet
 
     def __call__(self, seed: int = 0) -> Outcome:
         """Trains with a seed, or goes on from where that was left.
@@ -165,15 +162,15 @@ class Training:
         )
         began = manifest.now()
         epochs = trainer.run()
-        best = min(epochs, key=lambda epoch: epoch.validation_loss)
+        chosen = best(epochs)
         test = trainer.examine(exam, parts.test.samples)
         outcome = Outcome(
             seed,
             folder / WEIGHTS,
             len(epochs),
-            best.epoch,
-            best.validation_loss,
-            best.validation_accuracy,
+            chosen.epoch,
+            chosen.validation_loss,
+            chosen.validation_accuracy,
             *test,
         )
         if self.fabric.is_global_zero:

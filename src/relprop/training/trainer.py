@@ -21,7 +21,7 @@ from relprop.datasets import Sample
 from relprop.errors import RelpropError
 from relprop.study.progress import spoken
 from relprop.training import checkpoint
-from relprop.training.checkpoint import Epoch
+from relprop.training.checkpoint import Epoch, best
 from relprop.training.features import Tick
 from relprop.training.feeds import Feed, Pair, shuffled
 from relprop.training.parts import Parts
@@ -100,7 +100,7 @@ class Trainer:
             self.say(f"seed {self.seed}: continues after epoch {len(epochs)}")
         while not self.enough(epochs):
             epochs.append(self._epoch(len(epochs)))
-            if _best(epochs) is epochs[-1]:
+            if best(epochs) is epochs[-1]:
                 state["best"] = {k: v.detach().cpu().clone() for k, v in self.module.state_dict().items()}
             state["epochs"] = [list(map(float, epoch)) for epoch in epochs]
             checkpoint.save(self.fabric, path, state)
@@ -114,7 +114,7 @@ class Trainer:
         """Whether the last epoch was the last."""
         if not epochs or len(epochs) >= self.recipe.epochs:
             return bool(epochs)
-        return len(epochs) - _best(epochs).epoch >= self.recipe.patience
+        return len(epochs) - best(epochs).epoch >= self.recipe.patience
 
     def _epoch(self, number: int) -> Epoch:
         began = time.monotonic()
@@ -176,14 +176,9 @@ class Trainer:
             f"{last.validation_loss:.3f}, {last.validation_accuracy:.3f}; {spoken(last.seconds)}"
         )
         if self.enough(epochs):
-            return f"{text}; done, the best was epoch {_best(epochs).epoch}"
+            return f"{text}; done, the best was epoch {best(epochs).epoch}"
         recent = [epoch.seconds for epoch in epochs[-5:]]
         return f"{text}, at most {spoken(sum(recent) / len(recent) * (self.recipe.epochs - last.epoch))} left"
-
-
-def _best(epochs: Sequence[Epoch]) -> Epoch:
-    """The first epoch with the lowest validation loss."""
-    return min(epochs, key=lambda epoch: epoch.validation_loss)
 
 
 def _sums(loss: Tensor, output: Tensor, y: Tensor) -> Tensor:
