@@ -378,6 +378,13 @@ def test_shards_merge_into_the_whole(model: zoo.Model, photos: Path, tmp_path: P
     # Into a folder that has rows already: nothing is new then.
     again = merge([tmp_path / "whole", tmp_path / "1"], tmp_path / "all")
     assert [(source.rows, source.added) for source in again.sources] == [(26, 26), (26, 0), (20, 0)]
+    # Folders of results have no journals any more; their rows count all the same, and stay.
+    for folder in (tmp_path / "2", tmp_path / "all"):
+        (folder / "journal.sqlite").unlink()
+    results = merge([tmp_path / "2"], tmp_path / "all")
+    assert [(source.rows, source.added) for source in results.sources] == [(26, 26), (6, 0)]
+    assert not (tmp_path / "2" / "journal.sqlite").exists()
+    agree(rows_of(tmp_path / "all"), rows_of(tmp_path / "whole"))
     # A merged study goes on like any other.
     more = evaluate(model, photos, ["centre"], out=tmp_path / "all", **asked)
     assert len(more.rows) == 13

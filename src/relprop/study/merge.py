@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 
 from relprop.errors import RelpropError
 from relprop.study import manifest
-from relprop.study.journal import JOURNAL, PRODUCT, Journal
+from relprop.study.journal import JOURNAL, PRODUCT, Journal, product
+from relprop.study.output import Output
 
 __all__ = ["Merged", "Source", "merge"]
 
@@ -60,18 +61,18 @@ def merge(runs: Sequence[Path], out: Path) -> Merged:
     if far := [str(folder) for folder in (*runs, out) if folder.parts and folder.parts[0].endswith(":")]:
         raise RelpropError(f"{far[0]} is a URL, and only folders can be merged; relprop table reads the rows there.")
     folders = {folder.resolve(): folder for folder in runs}
-    missing = [folder for folder in folders.values() if not _journal(folder).exists()]
+    missing = [folder for folder in folders.values() if not _holds(folder)]
     if missing:
         raise RelpropError(f"{missing[0]} holds no study; relprop evaluate ... --out {missing[0]} makes one.")
     folders.pop(out.resolve(), None)
-    every = [*([out] if _journal(out).exists() else []), *folders.values()]
+    every = [*([out] if _holds(out) else []), *folders.values()]
     manifests = {folder: manifest.read(folder) for folder in every}
     _check_settings(manifests)
     _check_rows(every)
     sources = []
-    with Journal(_journal(out)) as journal:
+    with Output(out).journal() as journal:
         for folder in every:
-            with Journal(_journal(folder)) as part:
+            with _rows(folder) as part:
                 count = len(part)
                 sources.append(Source(folder, count, count if folder is out else journal.add(part)))
         note = journal.export(out / PRODUCT)
@@ -80,8 +81,17 @@ def merge(runs: Sequence[Path], out: Path) -> Merged:
         return Merged(len(journal), tuple(sources), note)
 
 
-def _journal(folder: Path) -> Path:
-    return folder / JOURNAL
+def _holds(folder: Path) -> bool:
+    return (folder / JOURNAL).exists() or (folder / PRODUCT).exists()
+
+
+def _rows(folder: Path) -> Journal:
+    """A study's rows; where its product alone is there, as in a folder of results, a copy of those in memory."""
+    if (folder / JOURNAL).exists():
+        return Output(folder).journal()
+    made = Output(None).journal()
+    made.add(product(folder))
+    return made
 
 
 def _requests(facts: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
@@ -114,7 +124,7 @@ def _check_rows(folders: Sequence[Path]) -> None:
     """Refuses rows that say different things of the same: manifests may be lost, or older than what they tell."""
     seen: dict[tuple[str, ...], tuple[str, Path]] = {}
     for folder in folders:
-        with Journal(_journal(folder)) as journal:
+        with _rows(folder) as journal:
             for row in journal.brief():
                 what = (row.image, row.method, row.metric, row.protocol)
                 before, where = seen.setdefault(what, (row.key, folder))
