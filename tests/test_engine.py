@@ -465,13 +465,21 @@ ATTRIBUTES: dict[str, tuple[Any, Callable[[Any], Any]]] = {
     "a list": ([1.0], lambda m: m.thing.__setitem__(0, -4.0)),
     "a dict": ({0: 1.0}, lambda m: m.thing.__setitem__(0, -4.0)),
     "tensors in a tuple": ((torch.ones(3),), lambda m: setattr(m, "thing", (torch.full((3,), -5.0),))),
+    "a tensor written to behind torch's back": (torch.ones(3), lambda m: m.thing.data.mul_(-5)),
+    "an object": ([SimpleNamespace(k=1.0)], lambda m: setattr(m.thing[0], "k", -4.0)),
+    "an array": ([np.ones(3, "f")], lambda m: m.thing[0].__setitem__(0, -4.0)),
+    "a module in a list": ([nn.Linear(1, 1)], lambda m: m.thing[0].bias.data.fill_(-4.0)),
 }
 
 
 @pytest.mark.parametrize(("value", "change"), ATTRIBUTES.values(), ids=ATTRIBUTES)
 def test_a_changed_attribute_is_noticed(value: Any, change: Callable[[Any], Any]) -> None:
     def forward(self: Any, x: Tensor) -> Tensor:
-        return self.fc(x) + (self.thing[0] if isinstance(self.thing, list | dict | tuple) else self.thing)
+        thing = self.thing[0] if isinstance(self.thing, list | dict | tuple) else self.thing
+        if isinstance(thing, nn.Module):
+            return self.fc(x) + thing(x[:, :1])
+        thing = torch.from_numpy(thing) if isinstance(thing, np.ndarray) else thing
+        return self.fc(x) + getattr(thing, "k", thing)
 
     model = seeded(lambda: Functional(forward, fc=nn.Linear(4, 3)))
     model.thing = copy.deepcopy(value)
@@ -481,6 +489,15 @@ def test_a_changed_attribute_is_noticed(value: Any, change: Callable[[Any], Any]
     e = relprop.explain(model, x)
     assert not torch.allclose(before, e.output)
     assert_same(e.output, model(x).detach())
+
+
+def test_filters_that_change_places_behind_torchs_back_are_noticed() -> None:
+    model = seeded(lambda: nn.Sequential(nn.Conv2d(64, 64, 3), nn.ReLU(), nn.Flatten(), nn.Linear(64, 5)))
+    x = noise(2, 64, 3, 3)
+    relprop.explain(model, x)
+    weight = model[0].weight.data
+    weight[[2, 4]] = weight[[4, 2]].clone()
+    assert_same(relprop.explain(model, x).output, model(x).detach())
 
 
 def test_a_changed_function_is_noticed() -> None:
@@ -814,6 +831,43 @@ def test_a_split_of_ones_own_sees_the_branches(net: nn.Module) -> None:
     assert_same(e.relevance, relprop.explain(net, images(), split="ratio").relevance, 1e-4)
 
 
+@pytest.mark.parametrize("share", [torch.ones(5), torch.ones(3, 2, 8, 6, 6), "half"])
+def test_shares_that_do_not_fit_are_refused(net: nn.Module, share: Any) -> None:
+    with pytest.raises(relprop.RelpropError, match=r"A share of the split .* it has to be a number, or a tensor"):
+        relprop.explain(net, images(), split=lambda branches: [share] * len(branches))
+
+
+@pytest.mark.parametrize("preset", ["paper", "relprop", "epsilon"])
+def test_a_sum_in_more_digits_than_the_rest(preset: str) -> None:
+    def forward(self: Any, x: Tensor) -> Tensor:
+        h = self.a(x).relu()
+        return self.fc((h.double() + self.b(h).double()).float().mean((2, 3)))
+
+    model = seeded(
+        lambda: Functional(forward, a=nn.Conv2d(3, 8, 3), b=nn.Conv2d(8, 8, 3, padding=1), fc=nn.Linear(8, 5))
+    )
+    e = relprop.explain(model, images(), preset=preset)
+    assert e.relevance.dtype == torch.float32
+    assert e.ledger.max_leak <= 1e-5
+
+
+def test_relevance_at_a_module_of_several_inputs_is_refused_not_mixed() -> None:
+    class Join(nn.Module):
+        def forward(self, a: Tensor, b: Tensor) -> Tensor:
+            return torch.cat([a, b], 1)
+
+    def forward(self: Any, x: Tensor) -> Tensor:
+        h = self.a(x).relu()
+        return self.fc(self.join(h, self.b(h)).mean((2, 3)))
+
+    parts = {"a": nn.Conv2d(3, 8, 3), "b": nn.Conv2d(8, 8, 1), "join": Join(), "fc": nn.Linear(16, 5)}
+    model = seeded(lambda: Functional(forward, **parts))
+    with pytest.raises(relprop.RelpropError, match=r"join takes several inputs .* ask for join:output"):
+        relprop.explain(model, images(), layers=["join"])
+    e = relprop.explain(model, images(), layers=["join:output"])
+    assert_same(e.relevance_at("join:output").flatten(1).sum(1), e.start, 1e-5)
+
+
 def test_settings_tell_how_it_was_made(net: nn.Module) -> None:
     e = relprop.explain(net, images(), preset="mixture", split="symmetric", identity_skips=False, start="one")
     assert {"preset": "mixture", "split": "symmetric", "identity_skips": False, "start": "one"}.items() <= dict(
@@ -891,6 +945,11 @@ def test_attribute_takes_and_gives_tuples_and_options(net: nn.Module, capsys: py
         lrp.attribute((images(), images()))
     with pytest.raises(relprop.RelpropError, match="2 arguments"):
         lrp.attribute(images(), additional_forward_args=3)
+    with pytest.raises(relprop.RelpropError, match="no inputs"):
+        lrp.attribute(())
+    with pytest.raises(relprop.RelpropError, match="no class number"):
+        lrp.attribute(images(), target=torch.tensor([1.7]))
+    assert lrp.attribute(images()[:1], target=torch.tensor([[1]])).shape == (1, 1, 3, 12, 12)
 
 
 # -- what is refused --------------------------------------------------------------------------------------------------
@@ -1000,6 +1059,11 @@ def test_bad_inputs(
     assert capfd.readouterr() == ("", "")
 
 
+def test_a_sparse_input_is_refused(net: nn.Module) -> None:
+    with pytest.raises(relprop.RelpropError, match=r"The input is sparse; pass x\.to_dense\(\)\."):
+        relprop.explain(net, images().to_sparse())
+
+
 OPTIONS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "preset": ({"preset": "papre"}, ("preset 'papre'", "paper, released, mixture")),
     "preset of a wrong type": ({"preset": ["paper"]}, ("preset", "['paper']", "name")),
@@ -1026,6 +1090,7 @@ OPTIONS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "layer": ({"layers": ["layer1.conv"]}, ("'layer1.conv'", "nearest names", "layer1.conv1")),
     "layer without neighbours": ({"layers": ["xyz"]}, ("'xyz'",)),
     "layers of a wrong type": ({"layers": 3}, ("layers", "3")),
+    "a list as a layer to start at": ({"layer": ["layer1"]}, ("layer", "['layer1']", "name")),
     "first layer's bounds": ({"overrides": {"stem.0": rules.zbox(0.0, (1.0, 1.0))}}, ("2 channels", "3")),
 }
 

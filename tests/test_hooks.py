@@ -146,11 +146,21 @@ def test_a_hook_that_begins_to_change_things_is_noticed() -> None:
     factor = [1.0]
     model.block1.register_forward_hook(lambda _, __, out: out * factor[0])
     before = relprop.explain(model, IMAGE, 1)
-    factor[0] = 3.0
-    after = relprop.explain(model, IMAGE, 1)
-    torch.testing.assert_close(after.output, model(IMAGE).detach())
-    assert not torch.allclose(before.output, after.output)
-    factor[0] = 0.5
+    for factor[0] in (3.0, 0.5):
+        after = relprop.explain(model, IMAGE, 1)
+        torch.testing.assert_close(after.output, model(IMAGE).detach())
+        assert not torch.allclose(before.output, after.output)
+
+
+def test_a_hook_that_never_does_the_same_is_refused() -> None:
+    model = seeded(Residual())
+    calls = [1]
+
+    def grows(_: nn.Module, __: Any, out: Tensor) -> Tensor:
+        calls[0] += 1
+        return out * calls[0]
+
+    model.block1.register_forward_hook(grows)
     with pytest.raises(relprop.RelpropError, match=r"something else than the model.*hooks on block1"):
         relprop.explain(model, IMAGE, 1)
 

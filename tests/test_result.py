@@ -1,6 +1,7 @@
 import hashlib
 import json
 import math
+from dataclasses import replace
 from io import BytesIO
 
 import numpy as np
@@ -174,6 +175,19 @@ class TestSave:
         assert names(tmp_path) == sorted([*self.ARRAYS, *pictures, "manifest.json"])
         for i, t in np.ndindex(2, 3):
             assert (pixels(tmp_path / f"heatmap-00{i}-t0{t}.png") == colorize(e.heatmap[i, t])).all()
+
+    def test_inputs_whose_names_differ_in_what_is_replaced(self, tmp_path):
+        one = make()
+        several = replace(one, relevance={"a b": one.relevance, "a_b": 2 * one.relevance})
+        for _ in range(2):  # the second save takes the first one's place
+            several.save(tmp_path)
+            loaded = Explanation.load(tmp_path).relevance
+            assert all(same(loaded[name], several.relevance[name]) for name in ("a b", "a_b"))
+
+    def test_a_folder_that_cannot_be_made(self, tmp_path):
+        (tmp_path / "file").write_text("")
+        with pytest.raises(RelpropError, match="cannot be made"):
+            make().save(tmp_path / "file" / "below" / "it")
 
     @pytest.mark.parametrize(("inputs", "pictures"), [((7,), 2), ((3, 11), 2), ((2, 4, 3, 5), 0)])
     def test_lines_are_strips_and_volumes_have_no_picture(self, tmp_path, inputs, pictures):

@@ -162,9 +162,9 @@ def explain(
     module = requests.module(model, halves=True)
     form, given = requests.inputs(x, module, output)
     with _computing(given[0].device, autocast):
-        hooked = False
+        again = False
         while True:
-            known = _known(module, form, given, hooked=hooked)
+            known = _known(module, form, given, hooked=again)
             key, sweep = _sweep(known, preset, split, identity_skips, overrides, requests.pixels(model), layer)
             xs = _widened(given)
             shapes = _shapes(known, key, sweep, xs)
@@ -178,8 +178,11 @@ def explain(
             try:
                 _verify(known, sweep, module, given, record, autocast)
                 break
-            except _HooksMatter:
-                hooked = True  # they are a part of the model, then; it is known with them from here on
+            except _HooksMatter as error:
+                if again:
+                    raise RelpropError(str(error)) from None
+                again = True  # they are a part of the model, then; it is known with them, as they are now, from here on
+                _KNOWN.pop(module, None)
         answer = record.output.clone()  # a model may return its input, which is the user's
         seen = answer.movedim(place.axis, 1)
         if targets is None:
@@ -268,7 +271,7 @@ def _traced(module: nn.Module, form: Form, xs: Tensors | None, hooked: bool) -> 
 
 def _sweep(known: _Known, *request: Any) -> tuple[Any, Sweep]:
     preset, split, identity_skips, overrides, pixels, layer = request
-    requests.check_plan(preset, split, identity_skips, overrides)
+    requests.check_plan(preset, split, identity_skips, overrides, layer)
     key = (preset, split, identity_skips, tuple((overrides or {}).items()), pixels, layer)
     if any(callable(value) and not isinstance(value, Rule | Split) for value in (split, *(overrides or {}).values())):
         # A user's function may hold on to anything, even to the model: its plan is made anew each time.
@@ -315,7 +318,7 @@ def _place(plan: Plan, shape: tuple[int, ...], target: Any, start: Any) -> _Plac
 
 
 class _HooksMatter(Exception):  # noqa: N818 - it is nobody's mistake
-    """A model's outputs are not those of its graph, which was traced without the user's hooks."""
+    """A model's outputs are not those of its graph, which was traced without the user's hooks, or as they once were."""
 
 
 def _verify(
@@ -339,22 +342,20 @@ def _verify(
         return
     # A hidden layer's own output is not to be had, but what it leads to is.
     found = Sweep(Plan(known.graph, (None,) * len(known.graph), {})).forward(*_widened(given)) if hidden else record
-    with undisturbed(module):
+    with _LOCK, undisturbed(module):  # what another thread takes back must not be what this one has seen
         torch.rand(1)  # so that a model that draws at random does not draw what it drew when it was traced
         expected = halves.answer(module, known.form, given)
     difference = float((found.output - expected).abs().max())
     agreement = COARSE if autocast else AGREEMENT.get(expected.dtype, 0.0)
     allowed = agreement * max(float(expected.abs().max()), 1e-6)
     if not difference <= allowed:
-        if known.hooks and not known.hooked:
-            raise _HooksMatter
         also = f", or the hooks on {', '.join(known.hooks)}," if known.hooks else ""
         msg = (
             f"The traced graph of {type(module).__name__} computes something else than the model (outputs differ by "
             f"{difference:.2g}), so it is not explained; code that draws at random, branches on values or writes into "
             f"views{also} cannot be traced."
         )
-        raise RelpropError(msg)
+        raise (_HooksMatter if known.hooks else RelpropError)(msg)
     known.verified.add(key)
 
 

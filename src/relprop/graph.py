@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Container, Iterator
 from copy import copy
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from torch import nn
 
@@ -82,7 +83,7 @@ class Graph:
         """How many sums join branches."""
         return sum(node.merge is not None for node in self.nodes)
 
-    @property
+    @cached_property
     def calls(self) -> dict[Call, frozenset[int]]:
         """For every call of a module, the nodes inside it."""
         inside: dict[Call, set[int]] = {}

@@ -53,6 +53,8 @@ class LRP:
             RelpropError: If the request cannot be met.
         """
         first = inputs if isinstance(inputs, tuple) else (inputs,)
+        if not first:
+            raise RelpropError("There are no inputs to attribute to; pass a batch, or a tuple of them.")
         result = self._explained(first, target, additional_forward_args, verbose)
         relevance = result.relevance if isinstance(result.relevance, tuple) else (result.relevance,)
         attributions = relevance[: len(first)] if isinstance(inputs, tuple) else relevance[0]
@@ -63,8 +65,8 @@ class LRP:
     ) -> Explanation:
         more = () if more is None else more if isinstance(more, tuple) else (more,)
         options = {**self.options, "layers": layers}
-        if isinstance(target, Tensor) and target.numel() == 1:
-            target = int(target)  # for all samples, Captum says
+        if isinstance(target, Tensor) and target.numel() == 1 and target.ndim < 2:
+            target = target.reshape(())  # for all samples, Captum says
         if isinstance(target, tuple) or (isinstance(target, list) and any(isinstance(t, tuple) for t in target)):
             options["start"], target = _at(target, one=options["start"] == "one"), None
         result = explain(self.model, (*first, *more) if len(first) + len(more) > 1 else first[0], target, **options)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -108,6 +109,8 @@ class Split:
         if not isinstance(shares, Sequence) or len(shares) != count:
             msg = f"The split {self.name} has to give a list or tuple of {count} shares, one for each branch."
             raise RelpropError(msg)
+        for share in shares:
+            _check_share(share, r.shape[1:], self.name)
         return Handed(tuple(r * share for share in shares), {})
 
     def _in_proportion(self, weights: Sequence[Tensor], r: Tensor) -> Handed:
@@ -127,6 +130,18 @@ class Split:
         for h in handed[1:]:
             rest -= h
         return Handed((*handed, rest), absorbed)
+
+
+def _check_share(share: Any, shape: torch.Size, name: str) -> None:
+    """Refuses what relevance of a shape cannot be multiplied with, or would grow by."""
+    try:
+        fits = isinstance(share, int | float) or torch.broadcast_shapes(share.shape, shape) == shape
+    except (AttributeError, RuntimeError):
+        fits = False
+    if not fits:
+        what = f"of shape {tuple(share.shape)}" if isinstance(share, Tensor) else f"a {type(share).__name__}"
+        msg = f"A share of the split {name} is {what}; it has to be a number, or a tensor that fits {tuple(shape)}."
+        raise RelpropError(msg)
 
 
 def _by_magnitude(

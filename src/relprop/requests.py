@@ -145,6 +145,9 @@ def inputs(x: Any, model: nn.Module, output: Output = None) -> tuple[Form, tuple
 
 def _check(x: Tensor, name: str, mine: Tensor) -> None:
     """Refuses a tensor that is not of the model's kind, or not finite."""
+    if x.layout != torch.strided:
+        msg = f"{name} is sparse; pass x.to_dense()."
+        raise RelpropError(msg)
     whole = not x.is_floating_point() and not x.is_complex()
     if not whole and (x.dtype != mine.dtype or x.dtype not in (*PRECISIONS, *HALVES)):
         raise RelpropError(_other_kind(x, name, mine.dtype))
@@ -192,7 +195,7 @@ def check_whole(tensors: Sequence[Tensor], graph: Graph, model: nn.Module) -> No
             raise RelpropError(_other_kind(tensor, name, like(model, tensor).dtype))
 
 
-def check_plan(preset: Any, split: Any, identity_skips: Any, overrides: Any) -> None:
+def check_plan(preset: Any, split: Any, identity_skips: Any, overrides: Any, layer: Any = None) -> None:
     """Refuses what no plan can be made of, whatever the model.
 
     Raises:
@@ -206,6 +209,9 @@ def check_plan(preset: Any, split: Any, identity_skips: Any, overrides: Any) -> 
         raise RelpropError(msg)
     if not isinstance(identity_skips, bool):
         msg = f"identity_skips is {brief(identity_skips)}; pass True or False."
+        raise RelpropError(msg)
+    if not isinstance(layer, str | None):
+        msg = f"The layer is {brief(layer)}; pass the name of one module or node."
         raise RelpropError(msg)
     if overrides is not None and not isinstance(overrides, Mapping):
         msg = (

@@ -126,7 +126,7 @@ class Explanation:
         layer, ``heatmap-000.png`` and ``heatmap-000-quantized.png`` for each sample (``heatmap-000-t00.png`` for each
         of several targets), ``overlay-000.png`` where there are images, and ``manifest.json`` with settings, ledger
         and the SHA-256 of every file. Maps of volumes have no picture, nor have those of several inputs, whose
-        relevance is in one ``relevance-NAME.npy`` each.
+        relevance is in one ``relevance-000-NAME.npy`` each.
 
         An earlier save in the same folder is replaced; files that are not from `save` are left alone.
 
@@ -150,7 +150,10 @@ class Explanation:
         if images is not None and count != len(self.target):
             given = f"{count}" if count else f"one {type(images).__name__}"
             raise RelpropError(f"images is a list with one a sample, {len(self.target)} here, not {given}.")
-        folder.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            folder.parent.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise RelpropError(f"The folder {folder} cannot be made: {error.strerror}.") from None
         # Renaming is only atomic within a file system, and an existing folder may be a mount: then stage inside it.
         staging = (folder if folder.is_dir() else folder.parent) / f".{folder.name}.{uuid.uuid4().hex}.tmp"
         try:
@@ -193,14 +196,18 @@ class Explanation:
     def _arrays(self) -> Iterator[tuple[dict[str, Any], Tensor]]:
         """Every tensor, with its entry in the manifest."""
         named: list[tuple[dict[str, Any], Tensor]] = []
-        mapped(self.relevance, lambda name, r: named.append(({"file": _relevance_file(name)}, r)))
+        files = iter(self._relevance_files())
+        mapped(self.relevance, lambda _, r: named.append(({"file": next(files)}, r)))
         named += [({"file": f"{n}.npy"}, getattr(self, n)) for n in _ARRAYS if n != "relevance"]
         for index, ((name, call), tensor) in enumerate(self.layers.items()):
-            # The name is there for people; the index keeps files apart whose names differ in what is replaced.
-            readable = re.sub(r"[^A-Za-z0-9_.-]", "_", name)[:100]
-            named.append(({"file": f"layer-{index:03d}-{readable}.npy", "layer": name, "call": call}, tensor))
+            named.append(({"file": _file("layer", index, name), "layer": name, "call": call}, tensor))
         for entry, tensor in named:
             yield {**entry, "shape": list(tensor.shape), "dtype": str(tensor.dtype).removeprefix("torch.")}, tensor
+
+    def _relevance_files(self) -> list[str]:
+        names: list[str] = []
+        mapped(self.relevance, lambda name, _: names.append(name))
+        return [_file("relevance", index, name) if name else "relevance.npy" for index, name in enumerate(names)]
 
     def _write_arrays(self, folder: Path) -> Iterator[str]:
         for entry, tensor in self._arrays():
@@ -227,13 +234,14 @@ class Explanation:
                 yield save_png(heatmap[index], folder / f"overlay-{label}.png", images[index[0]], colorbar).name
 
     def _manifest(self, folder: Path, names: Sequence[str]) -> str:
+        files = iter(self._relevance_files())
         manifest = {
             "format": _FORMAT,
             "version": _VERSION,
             "relprop": _relprop_version(),
             "torch": str(torch.__version__),
             "settings": dict(self.settings),
-            "relevance": mapped(self.relevance, lambda name, _: _relevance_file(name)),
+            "relevance": mapped(self.relevance, lambda *_: next(files)),
             "arrays": [entry for entry, _ in self._arrays()],
             "ledger": self.ledger.to_dict(),
             "files": {name: hashlib.sha256((folder / name).read_bytes()).hexdigest() for name in names},
@@ -246,8 +254,9 @@ class Explanation:
         return "{\n" + ",\n".join(lines) + "\n}\n"
 
 
-def _relevance_file(name: str) -> str:
-    return f"relevance-{re.sub(r'[^A-Za-z0-9_.-]', '_', name)}.npy" if name else "relevance.npy"
+def _file(kind: str, index: int, name: str) -> str:
+    """The name is there for people; the index keeps files apart whose names differ in what is replaced."""
+    return f"{kind}-{index:03d}-{re.sub(r'[^A-Za-z0-9_.-]', '_', name)[:100]}.npy"
 
 
 def _filled(files: Any, tensors: Mapping[str, Tensor]) -> Any:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from relprop import concepts, samples
 from relprop.attention import Matrices
+from relprop.errors import RelpropError
 from relprop.forward import Forward, Record
 from relprop.gates import Product
 from relprop.graph import Call, Graph, Node
@@ -77,6 +78,7 @@ class Sweep:
         signed = not self.plan.keeps_sign or bool((start < 0).any())
         crossing = {call: _crossing(graph, call) for call in layers}
         caught = {call: start.clone() for call, edges in crossing.items() if not edges}  # whose output is the model's
+        source: dict[Call, int] = {}
         arrived = {len(graph) - 1: _Flow(start, signed, leads[-1], batch)}
         cuts = list(record.cuts)
         for i in range(len(graph) - 1, graph.inputs - 1, -1):
@@ -93,6 +95,7 @@ class Sweep:
                 ledger.record(i, j, share.amount, share.size)
                 for call, edges in crossing.items():
                     if (i, j) in edges:
+                        _check_one(graph, call, source.setdefault(call, j), j)
                         caught[call] = caught[call] + share.relevance if call in caught else share.relevance.clone()
                 arrived[j] = arrived[j].joined(share) if j in arrived else share
             record.values.pop(i, None)
@@ -208,7 +211,7 @@ class Sweep:
             values: list[Any] = op.branches([record.values[j] for j in node.inputs])
             if op.constant is not None:
                 values.append(torch.as_tensor(op.constant, dtype=r.dtype, device=r.device))
-            branches = [values[b].expand(record.shapes[i]) for b in takers]
+            branches = [values[b].to(r.dtype).expand(record.shapes[i]) for b in takers]
         nonnegative = [
             b < len(node.inputs) and op.factors[b] > 0 and self._is_nonnegative(node.inputs[b]) for b in takers
         ]
@@ -278,6 +281,16 @@ class _Flow:
 def _together(one: Tensor | None, two: Tensor) -> bool:
     """Whether two tensors lie in the same memory."""
     return one is not None and one.untyped_storage().data_ptr() == two.untyped_storage().data_ptr()
+
+
+def _check_one(graph: Graph, call: Call, known: int, other: int) -> None:
+    """Refuses to add up the relevance of a module's several inputs."""
+    if known != other:
+        msg = (
+            f"{call[0]} takes several inputs with relevance of their own ({graph.nodes[known].name} and "
+            f"{graph.nodes[other].name}); ask for {call[0]}{OUTPUT}, or for the modules that those come from."
+        )
+        raise RelpropError(msg)
 
 
 def _crossing(graph: Graph, call: Call) -> frozenset[tuple[int, int]]:

@@ -127,6 +127,8 @@ def insertion_deletion(
     Raises:
         RelpropError: If the request cannot be met; the message names the thing and the remedy.
     """
+    if scorer is not None and not callable(scorer):
+        raise RelpropError(f"The scorer is {requests.brief(scorer)}; pass a function from images to probabilities.")
     requests.check_input(x, requests.module(model) if scorer is None else nn.Identity())
     settings = _settings(ties, seeds, points, step, patch, reduce, protocol, batch_size)
     spatial = x.shape[2:] or x.shape[1:]

@@ -41,12 +41,17 @@ def heat(values: Any, shape: Sequence[int], reduce: Reduction = "sum") -> Tensor
         RelpropError: If the maps do not fit, are not finite, or the reduction is not known.
     """
     shape = tuple(shape)
-    maps: Tensor = torch.as_tensor(values).detach()
-    if maps.ndim == len(shape) + 1 and maps.shape[:1] + maps.shape[2:] == shape:
+    try:
+        maps: Tensor = torch.as_tensor(values).detach()
+    except (TypeError, ValueError, RuntimeError):
+        raise RelpropError(f"The maps are a {type(values).__name__}; pass a tensor or an array.") from None
+    if maps.ndim == len(shape) + 1 and maps.shape[:1] + maps.shape[2:] == shape and maps.shape[1]:
         reduction = REDUCTIONS.get(reduce) if isinstance(reduce, str) else reduce
-        if reduction is None:
+        if not callable(reduction):
             raise RelpropError(f"The reduction {reduce!r} is unknown; pass {_listed(REDUCTIONS)}, or a function.")
         maps = reduction(maps)
+        if not isinstance(maps, Tensor):
+            raise RelpropError(f"The reduction gives a {type(maps).__name__}; it has to give a tensor.")
     if tuple(maps.shape) != shape:
         raise RelpropError(
             f"The maps have shape {tuple(maps.shape)}; they have to be {shape}, with or without channels behind the "
@@ -79,7 +84,10 @@ def numbered(indices: Any, count: int) -> list[int]:
     Raises:
         RelpropError: If they are not one a sample.
     """
-    numbers = list(range(count)) if indices is None else [int(i) for i in indices]
+    try:
+        numbers = list(range(count)) if indices is None else [int(i) for i in indices]
+    except (TypeError, ValueError):
+        numbers = []
     if len(numbers) != count or any(n < 0 for n in numbers):
         raise RelpropError(f"indices has to be {count} numbers from 0 on, one a sample.")
     return numbers
