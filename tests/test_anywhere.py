@@ -234,6 +234,7 @@ def test_outputs_of_any_form(wrap: Callable[..., Any], output: Any, classes: int
     ("wrap", "output", "words"),
     [
         (lambda a, b: (a, b), None, ("tuple", "0, 1", "output=0")),
+        (lambda a, b: {"main": a, "aux": (a, b)}, "aux", ("tuple", "0, 1", "output=('aux', 0)")),
         (lambda a, b: (a, b), 2, ("tuple", "no output 2")),
         (lambda a, b: {"a": a, "b": b}, "c", ("dict", "'a', 'b'", "'c'")),
         (lambda a, b: {"a": a, "b": b}, 1.5, ("1.5", "key or the position")),

@@ -76,7 +76,8 @@ class Form:
             return tensors[named] if named is not None else next(iter(tensors.values()))
         if not isinstance(returned, Tensor | fx.Proxy):
             there = f" with {', '.join(map(repr, parts))}" if parts else ""
-            example = next(iter(tensors or parts), 0)
+            path = (*self.output, next(iter(tensors or parts), 0))
+            example = path if self.output else path[0]
             msg = (
                 f"The model returns a {type(returned).__name__}{there}; relprop explains one tensor (batch, classes): "
                 f"that called 'out' or 'logits', or the one that output={example!r} or the like names."
