@@ -211,7 +211,7 @@ def check_plan(preset: Any, split: Any, identity_skips: Any, overrides: Any, lay
         msg = f"identity_skips is {brief(identity_skips)}; pass True or False."
         raise RelpropError(msg)
     if not isinstance(layer, str | None):
-        msg = f"The layer is {brief(layer)}; pass the name of one module or node."
+        msg = f"There is no layer {brief(layer)}; pass the name of one module or node."
         raise RelpropError(msg)
     if overrides is not None and not isinstance(overrides, Mapping):
         msg = (

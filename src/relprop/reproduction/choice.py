@@ -90,7 +90,8 @@ def held_out(folder: Path) -> str:
             for n, form in forms.items()
         )
         counts = sorted({len(column) for column in there.values()})
-        others.append([f"`{method}`", *(cell for pair in cells for cell in pair), "/".join(map(str, counts))])
+        if there:
+            others.append([f"`{method}`", *(cell for pair in cells for cell in pair), "/".join(map(str, counts))])
     return "\n\n".join(markdown(table) for table, any_of in ((scores, len(scores) > 1), (others, measured)) if any_of)
 
 
