@@ -59,7 +59,6 @@ def test_methods_of_other_images_are_paired_and_rows_of_other_settings_are_not_m
     assert lines[5] == "|  | road | ours less its own | pointing-game | ours less its own | n |"
     assert lines[7:] == [
         "| `relprop` | 0.250 |  |  |  | 1 |",
-        "| `ii` |  |  |  |  |  |",
         "| `centre` |  |  | 1.000 |  | 1 |",
     ]
     with Journal(tmp_path / "journal.sqlite") as journal:
