@@ -13,8 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from relprop import fused
 from relprop.ledger import total
-from relprop.maps import LinearMap
+from relprop.maps import LinearMap, Transform
 from relprop.tiles import tileable, tiles
 from relprop.transforms import over, tiny
 
@@ -31,8 +32,34 @@ def per_target(function: Callable[..., Tensor], s: Tensor, *args: Any) -> Tensor
     return result
 
 
-def steadied(r: Tensor, z: Tensor, eps: Tensor) -> tuple[Tensor, Tensor]:
-    """Writes ``r / (z + eps sign(z))`` over ``z``, piece by piece; and sums up what ``eps`` takes."""
+def steadied(r: Tensor, z: Tensor, eps: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Divides by ``z + eps sign(z)``, with the bias in ``z``, which is written over where that can be.
+
+    Args:
+        r: Relevance, ``(T, B, ...)``.
+        z: What contributions and bias sum up to, ``(B, ...)``.
+        eps: The stabiliser, one or one a sample.
+        bias: What the bias adds to ``z``, without a batch axis, or None.
+
+    Returns:
+        The quotient; and what eps and the bias take, ``(T, B)``.
+    """
+    if fused.fits(z, r=r):
+        s = z[None] if len(r) == 1 else torch.empty_like(r)
+        beside = bias is not None and _a_channel(bias, s) and s.stride(2) == 1
+        taken, biased = fused.steady(r, z, s, eps, bias if beside else None)
+        if bias is not None and beside:
+            return s, taken, biased
+    elif len(r) == 1 and tileable(r[0], z):
+        s, taken = _in_pieces(r[0], z, eps)
+    else:
+        eps = torch.where(z < 0, -eps, eps)
+        s = r / (z + eps)
+        taken = total(s * eps)
+    return s, taken, None if bias is None else shared(s, bias)
+
+
+def _in_pieces(r: Tensor, z: Tensor, eps: Tensor) -> tuple[Tensor, Tensor]:
     taken = [0.0] * len(r)
     for sample, (above, below) in tiles(r, z):
         signed = torch.copysign(eps[sample].flatten() if eps.ndim else eps, below)
@@ -41,11 +68,32 @@ def steadied(r: Tensor, z: Tensor, eps: Tensor) -> tuple[Tensor, Tensor]:
     return z[None], torch.tensor([taken], dtype=torch.float64)
 
 
+def _a_channel(bias: Tensor, s: Tensor) -> bool:
+    """Whether a bias has one value a channel."""
+    return bias.numel() == bias.shape[0] == s.shape[2] and bias.ndim == s.ndim - 2
+
+
 def shared(s: Tensor, bias: Tensor) -> Tensor:
     """What a bias takes: ``sum_j s_j b_j``, ``(T, B)``."""
-    if bias.numel() == bias.shape[0] == s.shape[2] and bias.ndim == s.ndim - 2:  # one a channel
+    if _a_channel(bias, s):
         return s.flatten(3).sum(3).double() @ bias.flatten().double() if s.ndim > 3 else s.double() @ bias.double()
     return total(s * bias)
+
+
+def shares(
+    linear: LinearMap, s: Tensor, transform: Transform, shape: Sequence[int], times: Tensor | None
+) -> tuple[Tensor, Sequence[Tensor]]:
+    """What the inputs get of quotients, times the inputs if they count.
+
+    Returns:
+        It, and its sums with those of its magnitudes, ``(T, B)`` each, where they cost nothing.
+    """
+    if times is None or not fused.fits(times, r=times[None]):
+        return linear.shares(s, transform, shape, times), ()
+    c = linear.shares(s, transform, shape)
+    if fused.fits(times, r=c):
+        return c, tuple(fused.weigh(c, times))
+    return (c * times if 0 in c.stride() else c.mul_(times)), ()
 
 
 def divide(

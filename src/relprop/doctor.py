@@ -15,7 +15,7 @@ import torch
 from packaging.requirements import Requirement
 from torch import nn
 
-from relprop import __version__, cache
+from relprop import __version__, cache, fused
 from relprop.compat import import_torchvision
 from relprop.engine import explain
 from relprop.weights import sha256_of
@@ -226,3 +226,8 @@ def _tools() -> Iterator[Finding]:
             yield Finding("tool", tool, "ok", f"{path}, for the weights of {use}", details={"path": path})
         else:
             yield Finding("tool", tool, "note", "is missing", f"install it to get the weights of {use}")
+    if fused.library() is not None:
+        yield Finding("tool", "compiler", "ok", "steps of the way back take one pass over memory")
+    else:
+        remedy = "explanations cost less with a C compiler (cc) and OpenMP on Linux"
+        yield Finding("tool", "compiler", "note", "steps of the way back take several passes over memory", remedy)

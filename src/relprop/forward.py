@@ -75,6 +75,7 @@ class Forward:
         }
         self.weighing = frozenset(i for i, node in enumerate(graph) if self._weighs(node, self.plan.treatments[i]))
         self._kept = frozenset(j for i in range(len(graph)) for j in self._needs(i))
+        self._lasting = self._kept - {j for i in range(len(graph)) if (j := self._stands_for(i)) is not None}
         self._in_place = frozenset(i for i in range(len(graph)) if self._may_overwrite(i))
         activating = {i: j for i in self._in_place if (j := self._activates(i)) is not None}
         self._activating, self._activated = frozenset(activating), frozenset(activating.values())
@@ -234,7 +235,7 @@ class Forward:
         node = self.plan.graph.nodes[i]
         if not isinstance(node.operator, Elementwise) or node.operator.in_place is None:
             return False
-        return node.inputs[0] not in self._kept and self._is_fresh(node.inputs[0])
+        return node.inputs[0] not in self._lasting and self._is_fresh(node.inputs[0])
 
     def _is_fresh(self, j: int) -> bool:
         """Whether a node's value is memory that it alone filled and only one other reads."""
@@ -242,7 +243,7 @@ class Forward:
             return False
         producer = self.plan.graph.nodes[j]
         if self._is_folded(j):
-            return producer.inputs[0] not in self._kept and self._is_fresh(producer.inputs[0])
+            return producer.inputs[0] not in self._lasting and self._is_fresh(producer.inputs[0])
         return isinstance(producer.operator, Linear | BatchNorm | Sum)
 
     def _is_folded(self, i: int) -> bool:
@@ -259,6 +260,24 @@ class Forward:
         j = self.plan.graph.nodes[j].inputs[0] if self._is_folded(j) else j
         op = self.plan.graph.nodes[j].operator
         return j if isinstance(op, Sum) or (isinstance(op, Linear) and isinstance(op.linear, Convolution)) else None
+
+    def _stands_for(self, i: int) -> int | None:
+        """The map that may divide by a ReLU of its output instead, since no relevance comes where that is zero."""
+        j = self._activates(i)
+        rule = None if j is None else self.plan.treatments[j]
+        if j is None or not isinstance(rule, Rule) or not self.divides_output(j) or rule.relative:
+            return None
+        alone = all(len(self._consumers[k]) == 1 for k in {j, self.plan.graph.nodes[i].inputs[0]})
+        heirs = [k for k in self._consumers[i] if k in self.plan.reached]
+        return j if alone and heirs and all(self._skips_zeros(k) for k in heirs) else None
+
+    def _skips_zeros(self, i: int) -> bool:
+        """Whether a node hands nothing to elements of its inputs that are zero."""
+        treatment = self.plan.treatments[i]
+        if isinstance(treatment, Split):
+            return i in self.weighing and treatment.skips_zeros
+        rule = treatment.rule if isinstance(treatment, Pooling) else treatment
+        return isinstance(rule, Rule) and rule.skips_zeros
 
     def _weighs(self, node: Node, treatment: Treatment) -> bool:
         """Whether a node is a sum whose split looks at the values of the branches."""

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from relprop import fused
 from relprop.errors import RelpropError
 from relprop.tiles import tileable
 
@@ -40,6 +41,9 @@ def total(r: Tensor) -> Tensor:
 
 def totals(r: Tensor) -> tuple[Tensor, Tensor]:
     """:func:`total` of relevance, and of its magnitudes."""
+    if r.ndim > 3 and fused.fits(r=r):
+        amounts, sizes = fused.measure(r)
+        return amounts, sizes
     rows = _rows(r)
     if rows is None:
         return total(r), total(r.abs())

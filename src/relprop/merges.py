@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from relprop import fused
 from relprop.errors import RelpropError
 from relprop.ledger import total
 from relprop.rules import Handed
@@ -58,6 +59,11 @@ class Split:
         """Whether relevance that is nowhere negative stays so; of a user's function, nothing is known."""
         return self.shares is None and self.epsilon is None
 
+    @property
+    def skips_zeros(self) -> bool:
+        """Whether a branch of zero gets nothing, as long as there are others."""
+        return self.weights is _itself and self.epsilon is not None
+
     def takers(self, count: int, main: int, closed: frozenset[int]) -> list[int]:
         """The branches that get something.
 
@@ -95,11 +101,11 @@ class Split:
         """
         if count == 1:
             return Handed((r,), {})
-        if self.weights is not None and count == 2 and len(r) == 1 and tileable(*branches, r[0]):
+        if count == 2 and self.weights in (torch.abs, _itself) and _in_one_pass(branches, r):
             spare = spare or [False] * 3
             if self.epsilon is None:
-                return _by_magnitude(branches, r[0], nonnegative or [False, False], spare, signed)
-            return _by_value(branches, r[0], self.epsilon, spare)
+                return _by_magnitude(branches, r, nonnegative or [False, False], spare, signed)
+            return _by_value(branches, r, self.epsilon, spare)
         if self.weights is not None:
             return self._in_proportion([self.weights(h) for h in branches], r)
         if self.shares is None:  # equal parts: one will do for all
@@ -144,53 +150,70 @@ def _check_share(share: Any, shape: torch.Size, name: str) -> None:
         raise RelpropError(msg)
 
 
+def _in_one_pass(branches: Sequence[Tensor], r: Tensor) -> bool:
+    """Whether two branches can be split in one pass over memory: by a compiled function, or piece by piece."""
+    return fused.fits(*branches, r=r) or (len(r) == 1 and tileable(*branches, r[0]))
+
+
 def _by_magnitude(
     branches: Sequence[Tensor], r: Tensor, nonnegative: Sequence[bool], spare: Sequence[bool], signed: bool
 ) -> Handed:
-    """Parts relevance between two branches by magnitude, piece by piece; 0/0 halves.
+    """Parts relevance between two branches by magnitude; 0/0 halves.
 
     What the one does not get, the other does. Sums are taken while a piece is at hand.
     """
     last = 0 if spare[0] and not spare[1] else 1  # the one that may be written over
     one, other = branches[1 - last], branches[last]
-    mine = other if spare[last] else torch.empty_like(r)
+    mine = other[None] if spare[last] and len(r) == 1 else torch.empty_like(r)
     rest = r if spare[2] else torch.empty_like(r)
+    if fused.fits(one, other, r=r):
+        x, y, *sizes = fused.split_by_magnitude(one, other, r, mine, rest)
+    else:
+        x, y, *sizes = _magnitudes_in_pieces(one, other, r[0], mine[0], rest[0], nonnegative[1 - last], signed)
+    order = 1 if last else -1
+    return Handed((mine, rest)[::order], {}, (x, y)[::order], tuple(sizes)[::order] if signed else ())
+
+
+def _magnitudes_in_pieces(
+    one: Tensor, other: Tensor, r: Tensor, mine: Tensor, rest: Tensor, nonnegative: bool, signed: bool
+) -> Tensor:
     sums = [[0.0] * len(r) for _ in range(4)]
     for sample, (a, b, whole, x, y) in tiles(one, other, r, mine, rest):
-        weight = a if nonnegative[1 - last] else a.abs()
+        weight = a if nonnegative else a.abs()
         torch.abs(b, out=x).add_(weight)
         torch.div(weight, x, out=x).nan_to_num_(0.5).mul_(whole)
         torch.sub(whole, x, out=y)
         for k, share in enumerate((x, y)):
             sums[k][sample] += share.sum().item()
             sums[2 + k][sample] += share.abs().sum().item() if signed else 0.0
-    order = 1 if last else -1
-    amounts, sizes = _by_branch(sums)
-    return Handed((mine[None], rest[None])[::order], {}, amounts[::order], sizes[::order] if signed else ())
+    return torch.tensor(sums, dtype=torch.float64).unsqueeze(1)
 
 
 def _by_value(branches: Sequence[Tensor], r: Tensor, epsilon: float, spare: Sequence[bool]) -> Handed:
-    """Parts relevance between two branches by value, piece by piece, and names what the stabiliser takes."""
-    mine, rest = (h if known else torch.empty_like(r) for h, known in zip(branches, spare, strict=False))
-    sums = [[0.0] * len(r) for _ in range(4)]
-    taken = [0.0] * len(r)
+    """Parts relevance between two branches by value, and names what the stabiliser takes."""
+    one, other = branches
+    mine, rest = (
+        h[None] if known and len(r) == 1 else torch.empty_like(r) for h, known in zip(branches, spare, strict=False)
+    )
+    if fused.fits(one, other, r=r):
+        x, y, *sizes, taken = fused.split_by_value(one, other, r, mine, rest, epsilon)
+    else:
+        x, y, *sizes, taken = _values_in_pieces(one, other, r[0], mine[0], rest[0], epsilon)
+    return Handed((mine, rest), {"epsilon": taken}, (x, y), tuple(sizes))
+
+
+def _values_in_pieces(one: Tensor, other: Tensor, r: Tensor, mine: Tensor, rest: Tensor, epsilon: float) -> Tensor:
+    sums = [[0.0] * len(r) for _ in range(5)]
     eps = r.new_full((), epsilon)
-    for sample, (a, b, whole, x, y) in tiles(*branches, r, mine, rest):
+    for sample, (a, b, whole, x, y) in tiles(one, other, r, mine, rest):
         part = a + b
         signed = torch.copysign(eps, part)
         torch.div(whole, part.add_(signed), out=part)
         for k, share in enumerate((torch.mul(a, part, out=x), torch.mul(b, part, out=y))):
             sums[k][sample] += share.sum().item()
             sums[2 + k][sample] += share.abs().sum().item()
-        taken[sample] += signed.mul_(part).sum().item()
-    absorbed = {"epsilon": torch.tensor([taken], dtype=torch.float64)}
-    return Handed((mine[None], rest[None]), absorbed, *_by_branch(sums))
-
-
-def _by_branch(sums: list[list[float]]) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
-    """Amounts and sizes of two branches, each ``(1, B)``, from two sums of each kind."""
-    one, two, *sizes = torch.tensor(sums, dtype=torch.float64).unsqueeze(1)
-    return (one, two), (sizes[0], sizes[1])
+        sums[4][sample] += signed.mul_(part).sum().item()
+    return torch.tensor(sums, dtype=torch.float64).unsqueeze(1)
 
 
 def _sum(tensors: Sequence[Tensor]) -> Tensor:

@@ -29,12 +29,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from relprop.divisions import divide, note, per_target, shared, steadied
+from relprop.divisions import divide, note, per_target, shared, shares, steadied
 from relprop.errors import RelpropError
 from relprop.ledger import total
 from relprop.maps import LinearMap, Transform
 from relprop.tents import tented
-from relprop.tiles import tileable
 from relprop.transforms import Above, Boosted, negative, one_sample, positive, same, square, tiny
 
 IMAGENET_LOW = (-0.485 / 0.229, -0.456 / 0.224, -0.406 / 0.225)
@@ -131,6 +130,12 @@ class Rule:
         own = part.terms == (Term(same, same),) and part.bias is same and not part.sign
         return own and len(self.parts) == 1 and not self.even
 
+    @property
+    def skips_zeros(self) -> bool:
+        """Whether an input of zero gets nothing."""
+        scaled = all(t.input in (same, positive, negative) for part in self.parts for t in part.terms)
+        return scaled and self.epsilon is not None and all(part.terms for part in self.parts)
+
     def __call__(
         self, linear: LinearMap, a: Tensor, r: Tensor, *, nonnegative: bool = False, y: Tensor | None = None
     ) -> Handed:
@@ -149,16 +154,17 @@ class Rule:
         shape = a.shape[1:]
         linear = tented(linear, shape) if self.even else linear
         result: Tensor | None = None
+        sums: Sequence[Tensor] = ()
         absorbed: dict[str, Tensor] = {}
         for part in self.parts:
             terms = [t for t in part.terms if not (nonnegative and t.input is negative)]
             live = [a if nonnegative and t.input is positive else t.input(a) for t in terms]
             if y is None:
-                sums = [
+                denominators = [
                     linear.weighed(shape, term.weight) if term.input is one_sample else linear.sums(x, term.weight)
                     for term, x in zip(terms, live, strict=True)
                 ]
-                z = _sum(sums) if sums else linear.fan(shape)
+                z = _sum(denominators) if denominators else linear.fan(shape)
             else:
                 z = y
             flow = r if part.share == 1 else r * part.share
@@ -174,11 +180,11 @@ class Rule:
             if not terms:
                 result = per_target(linear.spread, s, shape)
             for term, x in zip(terms, live, strict=True):
-                c = linear.shares(s, term.weight, shape, None if term.input is one_sample else x)
-                result = c if result is None else result + c
+                c, known = shares(linear, s, term.weight, shape, None if term.input is one_sample else x)
+                result, sums = (c, known) if result is None else (result + c, ())
             if even is not None and result is not None:
-                result = result + even if 0 in result.stride() else result.add_(even)
-        return Handed((result,), absorbed)
+                result, sums = (result + even if 0 in result.stride() else result.add_(even)), ()
+        return Handed((result,), absorbed, tuple(sums[:1]), tuple(sums[1:]))
 
     def _stabilise(self, r: Tensor, z: Tensor, bias: Tensor | None, absorbed: dict[str, Tensor]) -> Tensor:
         """Divides by ``z + eps sign(z)``, with the bias in ``z``, and names what the two take."""
@@ -186,15 +192,14 @@ class Rule:
         if self.relative:
             rms = z.flatten(1).square().mean(1).sqrt()
             eps = (eps * rms).clamp(min=tiny(z.dtype)).reshape(-1, *[1] * (z.ndim - 1))
-        if not self.unsigned and len(r) == 1 and tileable(r[0], z):
-            s, taken = steadied(r[0], z, eps)
-        else:
-            eps = torch.where(z + eps == 0 if self.unsigned else z < 0, -eps, eps)
+        if self.unsigned:
+            eps = torch.where(z + eps == 0, -eps, eps)
             s = r / (z + eps)
-            taken = total(s * eps)
+            taken, biased = total(s * eps), None if bias is None else shared(s, bias)
+        else:
+            s, taken, biased = steadied(r, z, eps, bias)
         note(absorbed, "epsilon", taken)
-        if bias is not None:
-            note(absorbed, "bias", shared(s, bias))
+        note(absorbed, "bias", biased)
         return s
 
     @staticmethod

@@ -134,7 +134,9 @@ class Sweep:
             key = id(relevance), leads[j]
             if key not in known:
                 own = computed and sum(_together(other, relevance) for other in handed.relevance) == 1
-                known[key] = _Flow(relevance, flow.signed, leads[j], batch, amount, size, own=own)
+                first = samples.are_first(leads[j], relevance.shape[1:], batch)
+                sums = (samples.gathered(of, batch) if first and of is not None else None for of in (amount, size))
+                known[key] = _Flow(relevance, flow.signed, leads[j], batch, *sums, own=own)
             yield j, known[key]
 
     def _hand(self, i: int, flow: _Flow, record: Record, leads: Sequence[int | None]) -> Handed:
@@ -147,11 +149,12 @@ class Sweep:
             a = record.values[node.inputs[0]]
             if treatment.rule is None:
                 return Handed((op.pool.winners(a, record.values[i], r),), {})
+            nonnegative = self._is_nonnegative(node.inputs[0])
             # Padded by hand, perhaps, with what no maximum can be; an accelerator would have to stop for the answer.
-            if a.device.type != "cpu" or a.amin() == -torch.inf:
+            if not nonnegative and (a.device.type != "cpu" or a.amin() == -torch.inf):
                 a = a.clamp(min=torch.finfo(a.dtype).min / 2**20)
             linear: LinearMap = (op.halves if treatment.halves else op.pool).average(a)
-            return treatment.rule(linear, a, r, nonnegative=self._is_nonnegative(node.inputs[0]))
+            return treatment.rule(linear, a, r, nonnegative=nonnegative)
         if isinstance(op, Mapped) and isinstance(treatment, Rule):
             return self._map(i, op, treatment, r, record, leads[i])
         if isinstance(op, Product) and treatment == HALVES:
@@ -171,7 +174,8 @@ class Sweep:
         values = self._inputs(node, record, r)
         signals = op.signals if isinstance(op, Matrices) else (op.signal,)
         batch = record.shapes[0][0]
-        handed: list[Tensor | None] = [None] * len(values)
+        nothing: list[Tensor | None] = [None] * len(values)
+        handed, amounts, sizes = nothing.copy(), nothing.copy(), nothing.copy()
         absorbed: dict[str, Tensor] = {}
         for k in signals:
             j, a = node.inputs[k], values[k]
@@ -194,10 +198,11 @@ class Sweep:
             else:
                 y = record.values[i] if self.forward.divides_output(i) else None
                 result = rule(linear, a, share, nonnegative=self._is_nonnegative(j), y=y)
+                amounts[k], sizes[k] = (of[0] if of else None for of in result[2:])
             handed[k] = result.relevance[0]
             for cause, amount in result.absorbed.items():
                 absorbed[cause] = absorbed[cause] + amount if cause in absorbed else amount
-        return Handed(tuple(handed), absorbed)
+        return Handed(tuple(handed), absorbed, tuple(amounts), tuple(sizes))
 
     def _is_nonnegative(self, i: int) -> bool:
         return self.plan.graph.nodes[i].nonnegative
@@ -243,7 +248,7 @@ class Sweep:
                 continue
             relevance[b] = reduced(share, record.shapes[node.inputs[b]])
             if relevance[b] is share:
-                amounts[b], sizes[b] = (None if known is None else samples.gathered(known, batch) for known in sums)
+                amounts[b], sizes[b] = sums
         return Handed(tuple(relevance), absorbed, tuple(amounts), tuple(sizes))
 
 

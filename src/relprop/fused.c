@@ -1,0 +1,203 @@
+/* Fused: elementwise steps of the way back, each in one pass over memory, with their sums on the way.
+
+   Tensors hold `samples` items of `size` floats, one after another in memory; relevance holds `targets` of them. The
+   work is cut into `chunks` a sample, and what is summed up is left in `sums`, chunk by chunk, so that it is the same
+   for any number of threads. Within a chunk, floats are summed in rows, and the rows in double. */
+
+#include <math.h>
+#include <stdint.h>
+
+#define ROW 1024
+
+typedef int64_t count;
+
+typedef struct {
+    count begin, end;
+} span;
+
+static span part(count size, count row, count chunks, count chunk)
+{
+    count rows = (size + row - 1) / row;
+    span found = {rows * chunk / chunks * row, rows * (chunk + 1) / chunks * row};
+    found.end = found.end < size ? found.end : size;
+    return found;
+}
+
+static count least(count a, count b) { return a < b ? a : b; }
+
+/* x = |a| / (|a| + |b|) r, halves where both are zero, and y = r - x; sums of x, y, |x|, |y|. */
+void split_by_magnitude(const float *a, const float *b, const float *r, float *x, float *y, count targets, count samples,
+                        count size, count chunks, int threads, double *sums)
+{
+    count kind = targets * samples * chunks;
+#pragma omp parallel for collapse(2) num_threads(threads)
+    for (count sample = 0; sample < samples; sample++)
+        for (count chunk = 0; chunk < chunks; chunk++) {
+            span at = part(size, ROW, chunks, chunk);
+            const float *one = a + sample * size, *two = b + sample * size;
+            for (count target = 0; target < targets; target++) {
+                count item = target * samples + sample;
+                const float *whole = r + item * size;
+                float *mine = x + item * size, *rest = y + item * size;
+                double *sum = sums + item * chunks + chunk;
+                for (int k = 0; k < 4; k++)
+                    sum[k * kind] = 0;
+                for (count row = at.begin; row < at.end; row += ROW) {
+                    float u = 0, v = 0, abs_u = 0, abs_v = 0;
+#pragma omp simd reduction(+ : u, v, abs_u, abs_v)
+                    for (count i = row; i < least(row + ROW, at.end); i++) {
+                        float weight = fabsf(one[i]), both = weight + fabsf(two[i]), all = whole[i];
+                        float share = both == 0 ? 0.5f * all : weight / both * all, other = all - share;
+                        mine[i] = share;
+                        rest[i] = other;
+                        u += share;
+                        v += other;
+                        abs_u += fabsf(share);
+                        abs_v += fabsf(other);
+                    }
+                    sum[0] += u;
+                    sum[kind] += v;
+                    sum[2 * kind] += abs_u;
+                    sum[3 * kind] += abs_v;
+                }
+            }
+        }
+}
+
+/* s = r / (a + b + eps sign(a + b)), x = a s and y = b s; sums of x, y, |x|, |y| and of what eps takes. */
+void split_by_value(const float *a, const float *b, const float *r, float *x, float *y, count targets, count samples,
+                    count size, count chunks, int threads, double *sums, float eps)
+{
+    count kind = targets * samples * chunks;
+#pragma omp parallel for collapse(2) num_threads(threads)
+    for (count sample = 0; sample < samples; sample++)
+        for (count chunk = 0; chunk < chunks; chunk++) {
+            span at = part(size, ROW, chunks, chunk);
+            const float *one = a + sample * size, *two = b + sample * size;
+            for (count target = 0; target < targets; target++) {
+                count item = target * samples + sample;
+                const float *whole = r + item * size;
+                float *mine = x + item * size, *rest = y + item * size;
+                double *sum = sums + item * chunks + chunk;
+                for (int k = 0; k < 5; k++)
+                    sum[k * kind] = 0;
+                for (count row = at.begin; row < at.end; row += ROW) {
+                    float u = 0, v = 0, abs_u = 0, abs_v = 0, taken = 0;
+#pragma omp simd reduction(+ : u, v, abs_u, abs_v, taken)
+                    for (count i = row; i < least(row + ROW, at.end); i++) {
+                        float p = one[i], q = two[i], both = p + q, steady = copysignf(eps, both);
+                        float s = whole[i] / (both + steady), share = p * s, other = q * s;
+                        mine[i] = share;
+                        rest[i] = other;
+                        u += share;
+                        v += other;
+                        abs_u += fabsf(share);
+                        abs_v += fabsf(other);
+                        taken += steady * s;
+                    }
+                    sum[0] += u;
+                    sum[kind] += v;
+                    sum[2 * kind] += abs_u;
+                    sum[3 * kind] += abs_v;
+                    sum[4 * kind] += taken;
+                }
+            }
+        }
+}
+
+/* s = r / (z + eps sign(z)), with an eps for each sample; sums of what eps takes and, if there is a bias for each of
+   `channels` neighbours in memory, of s times the bias. */
+void steady(const float *r, const float *z, float *s, const float *eps, const float *bias, count channels, count targets,
+            count samples, count size, count chunks, int threads, double *sums)
+{
+    count kind = targets * samples * chunks, length = bias ? channels : ROW;
+#pragma omp parallel for collapse(2) num_threads(threads)
+    for (count sample = 0; sample < samples; sample++)
+        for (count chunk = 0; chunk < chunks; chunk++) {
+            span at = part(size, length, chunks, chunk);
+            const float *below = z + sample * size;
+            for (count target = 0; target < targets; target++) {
+                count item = target * samples + sample;
+                const float *above = r + item * size;
+                float *quotient = s + item * size;
+                double *sum = sums + item * chunks + chunk;
+                sum[0] = sum[kind] = 0;
+                for (count row = at.begin; row < at.end; row += length) {
+                    count stop = least(length, at.end - row);
+                    float taken = 0, biased = 0;
+                    if (bias) {
+#pragma omp simd reduction(+ : taken, biased)
+                        for (count i = 0; i < stop; i++) {
+                            float signed_eps = copysignf(eps[sample], below[row + i]);
+                            float q = above[row + i] / (below[row + i] + signed_eps);
+                            quotient[row + i] = q;
+                            taken += signed_eps * q;
+                            biased += bias[i] * q;
+                        }
+                    } else {
+#pragma omp simd reduction(+ : taken)
+                        for (count i = 0; i < stop; i++) {
+                            float signed_eps = copysignf(eps[sample], below[row + i]);
+                            float q = above[row + i] / (below[row + i] + signed_eps);
+                            quotient[row + i] = q;
+                            taken += signed_eps * q;
+                        }
+                    }
+                    sum[0] += taken;
+                    sum[kind] += biased;
+                }
+            }
+        }
+}
+
+/* Sums of r and |r|. */
+void measure(const float *r, count items, count size, count chunks, int threads, double *sums)
+{
+#pragma omp parallel for collapse(2) num_threads(threads)
+    for (count item = 0; item < items; item++)
+        for (count chunk = 0; chunk < chunks; chunk++) {
+            span at = part(size, ROW, chunks, chunk);
+            double *sum = sums + item * chunks + chunk;
+            sum[0] = sum[items * chunks] = 0;
+            for (count row = at.begin; row < at.end; row += ROW) {
+                float u = 0, abs_u = 0;
+#pragma omp simd reduction(+ : u, abs_u)
+                for (count i = row; i < least(row + ROW, at.end); i++) {
+                    u += r[item * size + i];
+                    abs_u += fabsf(r[item * size + i]);
+                }
+                sum[0] += u;
+                sum[items * chunks] += abs_u;
+            }
+        }
+}
+
+/* r = r a, in place; sums of r and |r|. */
+void weigh(float *r, const float *a, count targets, count samples, count size, count chunks, int threads, double *sums)
+{
+    count kind = targets * samples * chunks;
+#pragma omp parallel for collapse(2) num_threads(threads)
+    for (count sample = 0; sample < samples; sample++)
+        for (count chunk = 0; chunk < chunks; chunk++) {
+            span at = part(size, ROW, chunks, chunk);
+            const float *factor = a + sample * size;
+            for (count target = 0; target < targets; target++) {
+                count item = target * samples + sample;
+                float *product = r + item * size;
+                double *sum = sums + item * chunks + chunk;
+                sum[0] = sum[kind] = 0;
+                for (count row = at.begin; row < at.end; row += ROW) {
+                    float u = 0, abs_u = 0;
+#pragma omp simd reduction(+ : u, abs_u)
+                    for (count i = row; i < least(row + ROW, at.end); i++) {
+                        float p = product[i] * factor[i];
+                        product[i] = p;
+                        u += p;
+                        abs_u += fabsf(p);
+                    }
+                    sum[0] += u;
+                    sum[kind] += abs_u;
+                }
+            }
+        }
+}

@@ -1,0 +1,141 @@
+"""Fused: elementwise steps of the way back in one pass over memory, compiled where there is a C compiler.
+
+torch takes a pass over memory for every step, and one more for every sum. The few functions of ``fused.c`` take one for
+all; values are the same to the last bit, sums within rounding. They are compiled once, in less than a second, into the
+cache; without a compiler, or with ``RELPROP_COMPILER`` set to nothing, torch does it step by step.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from relprop.cache import folder
+from relprop.tiles import tileable
+
+_SOURCE = Path(__file__).with_name("fused.c")
+_FLAGS = ["-O3", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=off", "-fopenmp", "-shared", "-fPIC"]
+_WIDE = ["-mavx2"]  # where torch's own kernels have it
+_CHUNK = 1 << 14
+_SECONDS = 60
+
+
+def fits(*values: Tensor, r: Tensor) -> bool:
+    """Whether the functions below take values ``(B, ...)`` and relevance ``(T, B, ...)``, and are there."""
+    if r.dtype != torch.float32 or any(v.dtype != torch.float32 for v in values) or not tileable(*values, r[0]):
+        return False
+    packed = len(r) == 1 or r.stride(0) == r[0].numel()
+    return packed and r.numel() > 0 and library() is not None
+
+
+def split_by_magnitude(a: Tensor, b: Tensor, r: Tensor, x: Tensor, y: Tensor) -> Tensor:
+    """Writes ``x = |a| / (|a| + |b|) r``, halves for 0/0, and ``y = r - x``.
+
+    Returns:
+        The sums of ``x``, ``y`` and of their magnitudes, ``(4, T, B)``.
+    """
+    return _call("split_by_magnitude", 4, r, [a, b, r, x, y])
+
+
+def split_by_value(a: Tensor, b: Tensor, r: Tensor, x: Tensor, y: Tensor, eps: float) -> Tensor:
+    """Writes ``x = a s`` and ``y = b s`` with ``s = r / (a + b + eps sign(a + b))``.
+
+    Returns:
+        The sums of ``x``, ``y``, of their magnitudes, and of what ``eps`` takes, ``(5, T, B)``.
+    """
+    return _call("split_by_value", 5, r, [a, b, r, x, y], ctypes.c_float(eps))
+
+
+def steady(r: Tensor, z: Tensor, s: Tensor, eps: Tensor, bias: Tensor | None) -> Tensor:
+    """Writes ``s = r / (z + eps sign(z))``.
+
+    Args:
+        r: What is divided.
+        z: What it is divided by.
+        s: Where it is written; may be ``z`` for one target.
+        eps: One number, or one a sample.
+        bias: One value a channel, where the channels are neighbours in memory.
+
+    Returns:
+        The sums of what ``eps`` takes, and of ``s`` times the bias, ``(2, T, B)``.
+    """
+    each = eps.flatten().expand(len(z)).contiguous()
+    channels = ctypes.c_int64(0 if bias is None else bias.numel())
+    flat = None if bias is None else bias.flatten().contiguous()
+    return _call("steady", 2, r, [r, z, s, each, flat, channels])
+
+
+def weigh(r: Tensor, a: Tensor) -> Tensor:
+    """Multiplies relevance with values, in place.
+
+    Returns:
+        The sums of the product and of its magnitudes, ``(2, T, B)``.
+    """
+    return _call("weigh", 2, r, [r, a])
+
+
+def measure(r: Tensor) -> Tensor:
+    """The sums of relevance and of its magnitudes, ``(2, T, B)``."""
+    return _call("measure", 2, r, [r], items=True)
+
+
+def _call(name: str, kinds: int, r: Tensor, arguments: Sequence[object], *more: object, items: bool = False) -> Tensor:
+    """Calls a function with pointers, sizes and room for its sums, which it leaves chunk by chunk."""
+    compiled = library()
+    assert compiled is not None
+    size = r[0, 0].numel()
+    chunks = -(-size // _CHUNK)
+    sums = torch.empty((kinds, *r.shape[:2], chunks), dtype=torch.float64)
+    counts = [r.shape[0] * r.shape[1]] if items else list(r.shape[:2])
+    pointers = [ctypes.c_void_p(v.data_ptr()) if isinstance(v, Tensor) else v for v in arguments]
+    sizes = [ctypes.c_int64(n) for n in (*counts, size, chunks)]
+    compiled[name](*pointers, *sizes, ctypes.c_int(torch.get_num_threads()), ctypes.c_void_p(sums.data_ptr()), *more)
+    return sums.sum(-1)
+
+
+@cache
+def library() -> ctypes.CDLL | None:
+    """The compiled functions, or None where they cannot be had."""
+    compiler = shutil.which(os.environ.get("RELPROP_COMPILER", "cc"))
+    if compiler is None or not sys.platform.startswith("linux"):
+        return None
+    wide = _WIDE if torch.backends.cpu.get_cpu_capability().startswith("AVX") else []
+    try:
+        # With another OpenMP than torch's, two sets of threads would wait for the same processors.
+        ctypes.CDLL("libgomp.so.1", mode=os.RTLD_NOLOAD)
+        return ctypes.CDLL(str(_built([compiler, *_FLAGS, *wide])))
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
+def _built(command: Sequence[str]) -> Path:
+    """The shared library in the cache, made first if it is not there.
+
+    Raises:
+        OSError: The cache cannot be written, or what is there could be somebody else's.
+        SubprocessError: The compiler failed.
+    """
+    key = hashlib.sha256(_SOURCE.read_bytes() + " ".join(command).encode()).hexdigest()[:16]
+    path = folder() / f"fused-{os.uname().machine}-{os.getuid()}-{key}.so"
+    if not path.exists():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(".partial", "fused-", path.parent, ignore_cleanup_errors=True) as work:
+            made = Path(work) / path.name
+            subprocess.run([*command, str(_SOURCE), "-o", str(made)], check=True, capture_output=True, timeout=_SECONDS)
+            made.chmod(0o700)
+            made.replace(path)
+    about = path.stat()
+    if about.st_uid != os.getuid() or about.st_mode & 0o022:
+        raise PermissionError(path)
+    return path

@@ -1,0 +1,220 @@
+"""Steps in one pass: the same values as step by step, and right sums; and how their library comes about."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import relprop
+from relprop import fused
+from relprop.compat import import_torchvision
+from relprop.forward import Forward
+
+SHAPES = [(2, 64, 56, 56), (3, 7, 5, 3), (1, 2048, 7, 7), (4, 10)]
+
+compiled = pytest.mark.skipif(fused.library() is None, reason="needs a C compiler (cc) with OpenMP, on Linux")
+
+
+@pytest.fixture(params=[(shape, targets) for shape in SHAPES for targets in (1, 3)], ids=str)
+def drawn(request: pytest.FixtureRequest) -> tuple[Tensor, Tensor, Tensor]:
+    """Two values and relevance, with zeros among them, channels last."""
+    shape, targets = request.param
+    draw = torch.Generator().manual_seed(len(shape) + targets)
+
+    def tensor(*shape: int) -> Tensor:
+        t = torch.randn(*shape, generator=draw)
+        t[t.abs() < 0.2] = 0
+        return t.contiguous(memory_format=torch.channels_last) if t.ndim == 4 else t
+
+    r = tensor(targets * shape[0], *shape[1:]).unflatten(0, (targets, -1))
+    return tensor(*shape), tensor(*shape), r
+
+
+def summed(t: Tensor) -> Tensor:
+    return t.double().flatten(2).sum(2)
+
+
+def assert_sums(found: Tensor, *expected: Tensor) -> None:
+    for sums, t in zip(found, expected, strict=True):
+        torch.testing.assert_close(sums, summed(t), rtol=0, atol=1e-6 * float(summed(t.abs()).max()) + 1e-12)
+
+
+@compiled
+class TestSteps:
+    def test_a_split_by_magnitude(self, drawn: tuple[Tensor, Tensor, Tensor]) -> None:
+        a, b, r = drawn
+        x, y = torch.empty_like(r), torch.empty_like(r)
+        sums = fused.split_by_magnitude(a, b, r, x, y)
+        share = (a.abs() / (a.abs() + b.abs())).nan_to_num(0.5) * r
+        assert torch.equal(x, share)
+        assert torch.equal(y, r - share)
+        assert_sums(sums, x, y, x.abs(), y.abs())
+
+    def test_a_split_by_value(self, drawn: tuple[Tensor, Tensor, Tensor]) -> None:
+        a, b, r = drawn
+        x, y = torch.empty_like(r), torch.empty_like(r)
+        sums = fused.split_by_value(a, b, r, x, y, 1e-3)
+        eps = torch.copysign(torch.tensor(1e-3), a + b)
+        s = r / (a + b + eps)
+        assert torch.equal(x, a * s)
+        assert torch.equal(y, b * s)
+        assert_sums(sums, x, y, x.abs(), y.abs(), s * eps)
+
+    @pytest.mark.parametrize("biased", [True, False])
+    @pytest.mark.parametrize("per_sample", [True, False])
+    def test_a_stabilised_division(self, drawn: tuple[Tensor, Tensor, Tensor], biased: bool, per_sample: bool) -> None:
+        z, _, r = drawn
+        eps = torch.linspace(0.1, 0.2, len(z)) if per_sample else torch.tensor(0.1)
+        bias = torch.linspace(-1, 1, z.shape[1]) if biased else None
+        s = torch.empty_like(r)
+        sums = fused.steady(r, z, s, eps, bias)
+        wide = torch.copysign(eps.reshape(-1, *[1] * (z.ndim - 1)), z)
+        expected = r / (z + wide)
+        assert torch.equal(s, expected)
+        shared = torch.zeros_like(s) if bias is None else s * bias.reshape(-1, *[1] * (z.ndim - 2))
+        assert_sums(sums, s * wide, shared)
+
+    def test_a_product(self, drawn: tuple[Tensor, Tensor, Tensor]) -> None:
+        a, _, r = drawn
+        expected = r * a
+        sums = fused.weigh(r, a)
+        assert torch.equal(r, expected)
+        assert_sums(sums, expected, expected.abs())
+
+    def test_a_measure(self, drawn: tuple[Tensor, Tensor, Tensor]) -> None:
+        *_, r = drawn
+        assert_sums(fused.measure(r), r, r.abs())
+
+    def test_sums_are_the_same_for_any_number_of_threads(self) -> None:
+        r = torch.randn(2, 3, 5, 200, 100)
+        before = torch.get_num_threads()
+        found = []
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            found.append(fused.measure(r))
+        torch.set_num_threads(before)
+        assert torch.equal(found[0], found[1])
+        assert torch.equal(found[0], found[2])
+
+    def test_what_it_does_not_take(self) -> None:
+        a, r = torch.rand(2, 4, 3, 3), torch.rand(3, 2, 4, 3, 3)
+        assert fused.fits(a, r=r)
+        assert not fused.fits(a.double(), r=r.double())
+        assert not fused.fits(a.contiguous(memory_format=torch.channels_last), r=r)
+        assert not fused.fits(a, r=r[:1].expand(3, -1, -1, -1, -1))
+        assert not fused.fits(a[:, :, :2], r=r[:, :, :, :2])
+
+
+@pytest.fixture
+def in_steps(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    """Leaves everything to torch, from the call on."""
+    return lambda: monkeypatch.setattr(fused, "library", lambda: None)
+
+
+@compiled
+@pytest.mark.parametrize("preset", ["relprop", "paper", "epsilon", "mixture", "epsilon-plus-flat"])
+def test_explanations_are_the_same_with_and_without(preset: str, in_steps: Callable[[], None]) -> None:
+    torch.manual_seed(0)
+    net, x = import_torchvision().models.resnet18(num_classes=4).eval(), torch.rand(2, 3, 64, 64)
+    one = relprop.explain(net, x, target=1, preset=preset)
+    several = relprop.explain(net, x, target=torch.tensor([[0, 1], [2, 1]]), preset=preset)
+    in_steps()
+    plain = relprop.explain(net, x, target=1, preset=preset)
+    assert torch.equal(one.relevance, plain.relevance)
+    both = relprop.explain(net, x, target=torch.tensor([[0, 1], [2, 1]]), preset=preset)
+    near = 1e-5 * float(both.relevance.abs().max())
+    torch.testing.assert_close(several.relevance, both.relevance, rtol=0, atol=near)
+    for found in (one, several, plain, both):
+        assert float(found.ledger.error.max()) < 1e-5
+
+
+class Chain(nn.Module):
+    """Two convolutions, with something between them behind a ReLU."""
+
+    def __init__(self, between: nn.Module | None) -> None:
+        super().__init__()
+        self.first, self.norm, self.between = nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), between
+        self.second, self.head = nn.Conv2d(8, 8, 3), nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        a = self.norm(self.first(x)).relu()
+        a = a if self.between is None else self.between(a)
+        y: Tensor = self.head(self.second(a).mean((2, 3)))
+        return y
+
+
+class TestDividingByAReLU:
+    """The epsilon rule divides by what a map put out; its ReLU will do where no relevance comes to zeros."""
+
+    @staticmethod
+    def kept(between: nn.Module | None = None, **options: object) -> tuple[bool, bool]:
+        """Whether negative outputs of the first map are kept; and whether the map is that of double precision."""
+        torch.manual_seed(0)
+        net, x = Chain(between).eval(), torch.randn(2, 3, 12, 12)
+        plan = relprop.plan(net, **{"preset": "epsilon", **options})
+        values = Forward(plan)(x).values
+        first = next(i for i, node in enumerate(plan.graph) if node.name == "first")
+        negative = bool((values[first] < 0).any())
+        single = relprop.explain(net, x, 1, **{"preset": "epsilon", **options}).relevance
+        double = relprop.explain(net.double(), x.double(), 1, **{"preset": "epsilon", **options}).relevance
+        return negative, bool((single - double).abs().max() < 1e-2 * double.abs().max())
+
+    def test_a_map_behind_it_skips_zeros(self) -> None:
+        assert self.kept() == (False, True)
+
+    def test_a_pool_whose_winner_may_be_zero_does_not(self) -> None:
+        assert self.kept(nn.MaxPool2d(2)) == (True, True)
+
+    def test_a_rule_that_hands_evenly_does_not(self) -> None:
+        assert self.kept(overrides={"second": "flat"}) == (True, True)
+
+    def test_a_stabiliser_relative_to_all_outputs_sees_them_all(self) -> None:
+        relative = relprop.rules.epsilon(0.01, relative=True)
+        assert self.kept(overrides={"first": relative}) == (True, True)
+
+
+class TestLibrary:
+    @staticmethod
+    def found(**environment: str) -> str:
+        """What a new process says of its library, and of an explanation."""
+        code = (
+            "import torch, relprop; from relprop import fused; net = torch.nn.Sequential(torch.nn.Linear(3, 2)).eval();"
+            "x = torch.ones(1, 3); e = relprop.explain(net, x, 0, preset='epsilon').ledger.error;"
+            "print(fused.library() is not None, float(e) < 1e-5)"
+        )
+        run = subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, check=True, env={**os.environ, **environment}
+        )
+        return run.stdout.strip()
+
+    @compiled
+    def test_it_is_made_once_and_kept(self, tmp_path: Path) -> None:
+        assert self.found(RELPROP_CACHE=str(tmp_path)) == "True True"
+        (made,) = tmp_path.iterdir()
+        before = made.stat().st_mtime_ns
+        assert self.found(RELPROP_CACHE=str(tmp_path)) == "True True"
+        assert made.stat().st_mtime_ns == before
+
+    @compiled
+    def test_what_others_may_write_is_not_loaded(self, tmp_path: Path) -> None:
+        self.found(RELPROP_CACHE=str(tmp_path))
+        (made,) = tmp_path.iterdir()
+        made.chmod(0o666)
+        assert self.found(RELPROP_CACHE=str(tmp_path)) == "False True"
+
+    @pytest.mark.parametrize("compiler", ["", "no-such-compiler", "false"])
+    def test_without_a_compiler_torch_does_it(self, compiler: str, tmp_path: Path) -> None:
+        assert self.found(RELPROP_CACHE=str(tmp_path), RELPROP_COMPILER=compiler) == "False True"
+        assert not list(tmp_path.iterdir())
+
+    def test_a_cache_that_cannot_be_written_costs_nothing_else(self, tmp_path: Path) -> None:
+        file = tmp_path / "file"
+        file.write_text("")
+        assert self.found(RELPROP_CACHE=str(file)) == "False True"
