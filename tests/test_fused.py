@@ -67,6 +67,14 @@ class TestSteps:
         assert torch.equal(y, b * s)
         assert_sums(sums, x, y, x.abs(), y.abs(), s * eps)
 
+    @pytest.mark.parametrize("lost", [True, False])
+    def test_a_division(self, drawn: tuple[Tensor, Tensor, Tensor], lost: bool) -> None:
+        z, _, r = drawn
+        r = r if lost else r * (z != 0)
+        s = torch.empty_like(r)
+        assert fused.divide(r, z, s, 1e-30) == lost
+        assert torch.equal(s, torch.where(z == 0, 0, r / z))
+
     @pytest.mark.parametrize("biased", [True, False])
     @pytest.mark.parametrize("per_sample", [True, False])
     def test_a_stabilised_division(self, drawn: tuple[Tensor, Tensor, Tensor], biased: bool, per_sample: bool) -> None:

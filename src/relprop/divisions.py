@@ -7,7 +7,6 @@ are, and what the stabiliser takes is summed up on the way.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from math import gcd
 from typing import Any
 
 import torch
@@ -105,15 +104,16 @@ def divide(
         ``r / z``, zero at outputs without contributions; and what those hand to their inputs evenly, or None.
     """
     threshold = tiny(z.dtype)
-    low = z.amin() if z.device.type == "cpu" else None  # an accelerator would have to stop for the answer
-    # Denominators have one sign within a part, so the one nearest to zero is at one end.
-    if low is not None and (low > threshold or z.amax() < -threshold):
-        return over(r, z), None
-    if low is not None and len(r) == 1 and tileable(r[0], z):
-        s, orphaned = _around(r, z, threshold)
-        if orphaned is None:
+    if fused.fits(z, r=r):
+        s = z[None] if len(r) == 1 else torch.empty_like(r)
+        if not fused.divide(r, z, s, threshold):
             return s, None
+        orphaned = r * (s == 0)
     else:
+        low = z.amin() if z.device.type == "cpu" else None  # an accelerator would have to stop for the answer
+        # Denominators have one sign within a part, so the one nearest to zero is at one end.
+        if low is not None and (low > threshold or z.amax() < -threshold):
+            return over(r, z), None
         dead = z.abs() <= threshold
         orphaned = r * dead
         s = over(r, z.masked_fill(dead, torch.inf))
@@ -121,29 +121,3 @@ def divide(
     if unseen is not None:
         note(absorbed, "padding", total(orphaned * unseen))
     return s, per_target(linear.spread, orphaned.div_(fan), shape)
-
-
-def _around(r: Tensor, z: Tensor, threshold: float) -> tuple[Tensor, Tensor | None]:
-    """Divides relevance ``(1, B, ...)`` by all but dead denominators, which are few, and have relevance seldom.
-
-    Returns:
-        ``r / z``, zero where ``z`` is; and the relevance there, zero elsewhere, or None if there is none.
-    """
-    everything = (z.numel(),), (1,)
-    where = _small(z.as_strided(*everything), threshold)
-    lost = r.as_strided(*everything)[where]
-    s = over(r, z)
-    s.as_strided(*everything)[where] = 0
-    if not lost.any():
-        return s, None
-    orphaned = torch.zeros_like(r)
-    orphaned.as_strided(*everything)[where] = lost
-    return s, orphaned
-
-
-def _small(z: Tensor, threshold: float) -> Tensor:
-    """Where a flat tensor is near zero: looked for row by row, since most rows have no such place."""
-    rows = z.reshape(-1, gcd(len(z), 1024)).abs()
-    near = (rows.amin(1) <= threshold).nonzero()[:, 0]
-    row, column = (rows[near] <= threshold).nonzero(as_tuple=True)
-    return near[row] * rows.shape[1] + column

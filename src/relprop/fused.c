@@ -1,8 +1,8 @@
 /* Fused: elementwise steps of the way back, each in one pass over memory, with their sums on the way.
 
    Tensors hold `samples` items of `size` floats, one after another in memory; relevance holds `targets` of them. The
-   work is cut into `chunks` a sample, and what is summed up is left in `sums`, chunk by chunk, so that it is the same
-   for any number of threads. Within a chunk, floats are summed in rows, and the rows in double. */
+   work is cut into `chunks` a sample, for which `sums` has room; what is summed up is left in front of it, and is the
+   same for any number of threads. Within a chunk, floats are summed in rows, and the rows in double. */
 
 #include <math.h>
 #include <stdint.h>
@@ -21,6 +21,17 @@ static span part(count size, count row, count chunks, count chunk)
     span found = {rows * chunk / chunks * row, rows * (chunk + 1) / chunks * row};
     found.end = found.end < size ? found.end : size;
     return found;
+}
+
+/* Leaves the sums over the chunks in front. */
+static void gather(double *sums, count wanted, count chunks)
+{
+    for (count i = 0; i < wanted; i++) {
+        double sum = 0;
+        for (count chunk = 0; chunk < chunks; chunk++)
+            sum += sums[i * chunks + chunk];
+        sums[i] = sum;
+    }
 }
 
 static count least(count a, count b) { return a < b ? a : b; }
@@ -62,6 +73,7 @@ void split_by_magnitude(const float *a, const float *b, const float *r, float *x
                 }
             }
         }
+    gather(sums, 4 * targets * samples, chunks);
 }
 
 /* s = r / (a + b + eps sign(a + b)), x = a s and y = b s; sums of x, y, |x|, |y| and of what eps takes. */
@@ -103,6 +115,34 @@ void split_by_value(const float *a, const float *b, const float *r, float *x, fl
                 }
             }
         }
+    gather(sums, 5 * targets * samples, chunks);
+}
+
+/* s = r / z, zero where |z| is not above the threshold; sums of how many such places have relevance. */
+void divide(const float *r, const float *z, float *s, count targets, count samples, count size, count chunks,
+            int threads, double *sums, float threshold)
+{
+#pragma omp parallel for collapse(2) num_threads(threads)
+    for (count sample = 0; sample < samples; sample++)
+        for (count chunk = 0; chunk < chunks; chunk++) {
+            span at = part(size, ROW, chunks, chunk);
+            const float *below = z + sample * size;
+            for (count target = 0; target < targets; target++) {
+                count item = target * samples + sample;
+                const float *above = r + item * size;
+                float *quotient = s + item * size;
+                int lost = 0;
+#pragma omp simd reduction(+ : lost)
+                for (count i = at.begin; i < at.end; i++) {
+                    int dead = fabsf(below[i]) <= threshold;
+                    float q = above[i] / below[i];
+                    lost += dead && above[i] != 0;
+                    quotient[i] = dead ? 0 : q;
+                }
+                sums[item * chunks + chunk] = lost;
+            }
+        }
+    gather(sums, 1 * targets * samples, chunks);
 }
 
 /* s = r / (z + eps sign(z)), with an eps for each sample; sums of what eps takes and, if there is a bias for each of
@@ -148,6 +188,7 @@ void steady(const float *r, const float *z, float *s, const float *eps, const fl
                 }
             }
         }
+    gather(sums, 2 * targets * samples, chunks);
 }
 
 /* Sums of r and |r|. */
@@ -170,6 +211,7 @@ void measure(const float *r, count items, count size, count chunks, int threads,
                 sum[items * chunks] += abs_u;
             }
         }
+    gather(sums, 2 * items, chunks);
 }
 
 /* r = r a, in place; sums of r and |r|. */
@@ -200,4 +242,5 @@ void weigh(float *r, const float *a, count targets, count samples, count size, c
                 }
             }
         }
+    gather(sums, 2 * targets * samples, chunks);
 }

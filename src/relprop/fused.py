@@ -57,6 +57,15 @@ def split_by_value(a: Tensor, b: Tensor, r: Tensor, x: Tensor, y: Tensor, eps: f
     return _call("split_by_value", 5, r, [a, b, r, x, y], ctypes.c_float(eps))
 
 
+def divide(r: Tensor, z: Tensor, s: Tensor, threshold: float) -> bool:
+    """Writes ``s = r / z``, zero where ``|z|`` is not above a threshold; ``s`` may be ``z`` for one target.
+
+    Returns:
+        Whether there is relevance at such places.
+    """
+    return bool(_call("divide", 1, r, [r, z, s], ctypes.c_float(threshold)).any())
+
+
 def steady(r: Tensor, z: Tensor, s: Tensor, eps: Tensor, bias: Tensor | None) -> Tensor:
     """Writes ``s = r / (z + eps sign(z))``.
 
@@ -91,17 +100,19 @@ def measure(r: Tensor) -> Tensor:
 
 
 def _call(name: str, kinds: int, r: Tensor, arguments: Sequence[object], *more: object, items: bool = False) -> Tensor:
-    """Calls a function with pointers, sizes and room for its sums, which it leaves chunk by chunk."""
+    """Calls a function with pointers, sizes and room for its sums, chunk by chunk, which it leaves in front."""
     compiled = library()
     assert compiled is not None
     size = r[0, 0].numel()
     chunks = -(-size // _CHUNK)
-    sums = torch.empty((kinds, *r.shape[:2], chunks), dtype=torch.float64)
+    wanted = kinds * r.shape[0] * r.shape[1]
+    sums = torch.empty(wanted * chunks, dtype=torch.float64)
     counts = [r.shape[0] * r.shape[1]] if items else list(r.shape[:2])
     pointers = [ctypes.c_void_p(v.data_ptr()) if isinstance(v, Tensor) else v for v in arguments]
     sizes = [ctypes.c_int64(n) for n in (*counts, size, chunks)]
-    compiled[name](*pointers, *sizes, ctypes.c_int(torch.get_num_threads()), ctypes.c_void_p(sums.data_ptr()), *more)
-    return sums.sum(-1)
+    threads, room = ctypes.c_int(torch.get_num_threads()), ctypes.c_void_p(sums.data_ptr())
+    getattr(compiled, name)(*pointers, *sizes, threads, room, *more)
+    return sums[:wanted].reshape(kinds, *r.shape[:2])
 
 
 @cache
@@ -130,7 +141,7 @@ def _built(command: Sequence[str]) -> Path:
     path = folder() / f"fused-{os.uname().machine}-{os.getuid()}-{key}.so"
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(".partial", "fused-", path.parent, ignore_cleanup_errors=True) as work:
+        with tempfile.TemporaryDirectory(prefix=".fused-", dir=path.parent, ignore_cleanup_errors=True) as work:
             made = Path(work) / path.name
             subprocess.run([*command, str(_SOURCE), "-o", str(made)], check=True, capture_output=True, timeout=_SECONDS)
             made.chmod(0o700)
