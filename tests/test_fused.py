@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import relprop
-from relprop import fused
+from relprop import fused, merges
 from relprop.compat import import_torchvision
 from relprop.forward import Forward
 
@@ -187,6 +187,35 @@ class TestDividingByAReLU:
         relative = relprop.rules.epsilon(0.01, relative=True)
         assert self.kept(overrides={"first": relative}) == (True, True)
 
+    def test_without_a_stabiliser_zeros_cannot_be_divided_by(self) -> None:
+        assert self.kept(overrides={"*": relprop.rules.epsilon(0)}) == (True, True)
+
+
+def test_a_bias_for_each_of_many_outputs_is_summed_exactly() -> None:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(8, 128_000)).eval()
+    nn.init.constant_(net[0].bias, 0.1)
+    found = relprop.explain(net, torch.randn(1, 8), start=lambda y: y, preset="epsilon", strict=True)
+    assert float(found.ledger.error.max()) < 1e-5
+
+
+@pytest.mark.parametrize(
+    "split",
+    [
+        merges.Split("sizes, stabilised", torch.abs, epsilon=0.1),
+        merges.Split("squares", torch.square),
+        merges.Split("values", merges.SIGNED.weights),
+    ],
+    ids=str,
+)
+def test_a_split_of_ones_own_is_not_taken_for_another(split: merges.Split) -> None:
+    a, b, r = torch.tensor([[1.0, 3.0]]), torch.tensor([[1.0, 1.0]]), torch.ones(1, 1, 2)
+    assert split.weights is not None
+    x, y = split.weights(a), split.weights(b)
+    whole = x + y + (split.epsilon or 0)
+    found = split([a, b], 2, r).relevance
+    torch.testing.assert_close(found, ((x / whole)[None], (y / whole)[None]))
+
 
 class TestLibrary:
     @staticmethod
@@ -214,15 +243,39 @@ class TestLibrary:
     def test_what_others_may_write_is_not_loaded(self, tmp_path: Path) -> None:
         self.found(RELPROP_CACHE=str(tmp_path))
         (made,) = tmp_path.iterdir()
-        made.chmod(0o666)
-        assert self.found(RELPROP_CACHE=str(tmp_path)) == "False True"
+        for path in (made, tmp_path):
+            before = path.stat().st_mode
+            path.chmod(0o777)
+            assert self.found(RELPROP_CACHE=str(tmp_path)) == "False True"
+            path.chmod(before)
+        assert self.found(RELPROP_CACHE=str(tmp_path)) == "True True"
 
     @pytest.mark.parametrize("compiler", ["", "no-such-compiler", "false"])
     def test_without_a_compiler_torch_does_it(self, compiler: str, tmp_path: Path) -> None:
         assert self.found(RELPROP_CACHE=str(tmp_path), RELPROP_COMPILER=compiler) == "False True"
         assert not list(tmp_path.iterdir())
 
+    @compiled
+    def test_a_cache_here(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.chdir(tmp_path)
+        assert self.found(RELPROP_CACHE=".") == "True True"
+
     def test_a_cache_that_cannot_be_written_costs_nothing_else(self, tmp_path: Path) -> None:
         file = tmp_path / "file"
         file.write_text("")
         assert self.found(RELPROP_CACHE=str(file)) == "False True"
+
+    def test_nor_does_having_no_home(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        def homeless() -> Path:
+            raise RuntimeError("Could not determine home directory.")  # as Path.expanduser does
+
+        monkeypatch.setattr(fused, "folder", homeless)
+        assert fused.library.__wrapped__() is None
+
+    def test_a_compiler_without_openmp_will_not_do(self, tmp_path: Path) -> None:
+        compiler = tmp_path / "cc"
+        compiler.write_text('#!/bin/sh\nfor last; do :; done; echo "no such thing" > "$last"\n')
+        compiler.chmod(0o755)
+        (tmp_path / "cache").mkdir()
+        environment = {"RELPROP_CACHE": str(tmp_path / "cache"), "RELPROP_COMPILER": str(compiler)}
+        assert self.found(**environment) == "False True"

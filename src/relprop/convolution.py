@@ -94,9 +94,9 @@ class Convolution(LinearMap):
     def sums(self, a: Tensor, transform: Transform) -> Tensor:
         return self._kernel(a, transform)(a) if self._packs(a) else super().sums(a, transform)
 
-    def shares(self, s: Tensor, transform: Transform, shape: Sequence[int], times: Tensor | None = None) -> Tensor:
+    def shares(self, s: Tensor, transform: Transform, shape: Sequence[int]) -> Tensor:
         if len(self.stride) != 2 or not packable(s[0]) or 0 in s.stride() or not self._has_phases:
-            return super().shares(s, transform, shape, times)
+            return super().shares(s, transform, shape)
         targets, s = len(s), s.flatten(0, 1)
         key = (s.shape, tuple(shape))
         known = self._back.get(transform)  # read once: another thread may put another shape's there
@@ -104,22 +104,18 @@ class Convolution(LinearMap):
             known = self._back[transform] = key, self._phases(transform(self.weight), s.shape, shape)
         phases = known[1]
         if len(phases) == 1 and phases[0][2] is not None:
-            return self._phase(s, phases[0], targets, times).reshape(targets, -1, *shape)
+            return self._phase(s, phases[0]).reshape(targets, -1, *shape)
         result = torch.empty((len(s), *shape), dtype=s.dtype, memory_format=torch.channels_last)
         for phase in phases:  # zero is what no output sees
-            result[phase[0]] = 0 if phase[2] is None else self._phase(s, phase, targets, times)
+            result[phase[0]] = 0 if phase[2] is None else self._phase(s, phase)
         return result.reshape(targets, -1, *shape)
 
     @staticmethod
-    def _phase(s: Tensor, phase: _Phase, targets: int, times: Tensor | None) -> Tensor:
+    def _phase(s: Tensor, phase: _Phase) -> Tensor:
         """What the inputs at one place within a step get."""
-        place, around, kernel = phase
+        _, around, kernel = phase
         assert kernel is not None
-        near = F.pad(s, around) if any(around) else s
-        if times is None or targets == 1:
-            return kernel(near, times=None if times is None else times[place])
-        each: Tensor = kernel(near).unflatten(0, (targets, -1))
-        return each.mul_(times[place]).flatten(0, 1)
+        return kernel(F.pad(s, around) if any(around) else s)
 
     @cached_property
     def _has_phases(self) -> bool:

@@ -87,12 +87,12 @@ def shares(
     Returns:
         It, and its sums with those of its magnitudes, ``(T, B)`` each, where they cost nothing.
     """
-    if times is None or not fused.fits(times, r=times[None]):
-        return linear.shares(s, transform, shape, times), ()
     c = linear.shares(s, transform, shape)
+    if times is None:
+        return c, ()
     if fused.fits(times, r=c):
         return c, tuple(fused.weigh(c, times))
-    return (c * times if 0 in c.stride() else c.mul_(times)), ()
+    return (c * times if 0 in c.stride() else c.mul_(times)), ()  # a mean's is an expanded view
 
 
 def divide(

@@ -27,6 +27,7 @@ from relprop.plans import Plan, Treatment
 from relprop.presets import FOLD, PASS, Pooling
 from relprop.rules import Rule
 from relprop.shapes import Moved
+from relprop.transforms import tiny
 
 _REFUSALS = (RuntimeError, ValueError, TypeError, IndexError, NotImplementedError)
 """What torch raises where a shape does not fit; the last where a function has no way to tell without contents."""
@@ -266,6 +267,8 @@ class Forward:
         j = self._activates(i)
         rule = None if j is None else self.plan.treatments[j]
         if j is None or not isinstance(rule, Rule) or not self.divides_output(j) or rule.relative:
+            return None
+        if rule.epsilon is None or rule.epsilon < tiny(torch.float32):  # 0/0
             return None
         alone = all(len(self._consumers[k]) == 1 for k in {j, self.plan.graph.nodes[i].inputs[0]})
         heirs = [k for k in self._consumers[i] if k in self.plan.reached]

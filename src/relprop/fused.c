@@ -7,7 +7,7 @@
 #include <math.h>
 #include <stdint.h>
 
-#define ROW 1024
+#define ROW 256
 
 typedef int64_t count;
 
@@ -15,11 +15,12 @@ typedef struct {
     count begin, end;
 } span;
 
-static span part(count size, count row, count chunks, count chunk)
+static count least(count a, count b) { return a < b ? a : b; }
+
+static span part(count size, count chunks, count chunk)
 {
-    count rows = (size + row - 1) / row;
-    span found = {rows * chunk / chunks * row, rows * (chunk + 1) / chunks * row};
-    found.end = found.end < size ? found.end : size;
+    count rows = (size + ROW - 1) / ROW;
+    span found = {rows * chunk / chunks * ROW, least(rows * (chunk + 1) / chunks * ROW, size)};
     return found;
 }
 
@@ -34,17 +35,15 @@ static void gather(double *sums, count wanted, count chunks)
     }
 }
 
-static count least(count a, count b) { return a < b ? a : b; }
-
 /* x = |a| / (|a| + |b|) r, halves where both are zero, and y = r - x; sums of x, y, |x|, |y|. */
 void split_by_magnitude(const float *a, const float *b, const float *r, float *x, float *y, count targets, count samples,
                         count size, count chunks, int threads, double *sums)
 {
     count kind = targets * samples * chunks;
-#pragma omp parallel for collapse(2) num_threads(threads)
+#pragma omp parallel for collapse(2) num_threads(threads) if (samples * chunks > 1)
     for (count sample = 0; sample < samples; sample++)
         for (count chunk = 0; chunk < chunks; chunk++) {
-            span at = part(size, ROW, chunks, chunk);
+            span at = part(size, chunks, chunk);
             const float *one = a + sample * size, *two = b + sample * size;
             for (count target = 0; target < targets; target++) {
                 count item = target * samples + sample;
@@ -81,10 +80,10 @@ void split_by_value(const float *a, const float *b, const float *r, float *x, fl
                     count size, count chunks, int threads, double *sums, float eps)
 {
     count kind = targets * samples * chunks;
-#pragma omp parallel for collapse(2) num_threads(threads)
+#pragma omp parallel for collapse(2) num_threads(threads) if (samples * chunks > 1)
     for (count sample = 0; sample < samples; sample++)
         for (count chunk = 0; chunk < chunks; chunk++) {
-            span at = part(size, ROW, chunks, chunk);
+            span at = part(size, chunks, chunk);
             const float *one = a + sample * size, *two = b + sample * size;
             for (count target = 0; target < targets; target++) {
                 count item = target * samples + sample;
@@ -122,10 +121,10 @@ void split_by_value(const float *a, const float *b, const float *r, float *x, fl
 void divide(const float *r, const float *z, float *s, count targets, count samples, count size, count chunks,
             int threads, double *sums, float threshold)
 {
-#pragma omp parallel for collapse(2) num_threads(threads)
+#pragma omp parallel for collapse(2) num_threads(threads) if (samples * chunks > 1)
     for (count sample = 0; sample < samples; sample++)
         for (count chunk = 0; chunk < chunks; chunk++) {
-            span at = part(size, ROW, chunks, chunk);
+            span at = part(size, chunks, chunk);
             const float *below = z + sample * size;
             for (count target = 0; target < targets; target++) {
                 count item = target * samples + sample;
@@ -142,7 +141,7 @@ void divide(const float *r, const float *z, float *s, count targets, count sampl
                 sums[item * chunks + chunk] = lost;
             }
         }
-    gather(sums, 1 * targets * samples, chunks);
+    gather(sums, targets * samples, chunks);
 }
 
 /* s = r / (z + eps sign(z)), with an eps for each sample; sums of what eps takes and, if there is a bias for each of
@@ -150,38 +149,28 @@ void divide(const float *r, const float *z, float *s, count targets, count sampl
 void steady(const float *r, const float *z, float *s, const float *eps, const float *bias, count channels, count targets,
             count samples, count size, count chunks, int threads, double *sums)
 {
-    count kind = targets * samples * chunks, length = bias ? channels : ROW;
-#pragma omp parallel for collapse(2) num_threads(threads)
+    static const float none[ROW];
+    count kind = targets * samples * chunks;
+#pragma omp parallel for collapse(2) num_threads(threads) if (samples * chunks > 1)
     for (count sample = 0; sample < samples; sample++)
         for (count chunk = 0; chunk < chunks; chunk++) {
-            span at = part(size, length, chunks, chunk);
-            const float *below = z + sample * size;
+            span at = part(size, chunks, chunk);
             for (count target = 0; target < targets; target++) {
-                count item = target * samples + sample;
-                const float *above = r + item * size;
-                float *quotient = s + item * size;
+                count item = target * samples + sample, length;
                 double *sum = sums + item * chunks + chunk;
                 sum[0] = sum[kind] = 0;
                 for (count row = at.begin; row < at.end; row += length) {
-                    count stop = least(length, at.end - row);
-                    float taken = 0, biased = 0;
-                    if (bias) {
+                    count channel = bias ? row % channels : 0;
+                    length = least(bias ? least(ROW, channels - channel) : ROW, at.end - row);
+                    const float *above = r + item * size + row, *below = z + sample * size + row;
+                    const float *shift = bias ? bias + channel : none;
+                    float *quotient = s + item * size + row, taken = 0, biased = 0;
 #pragma omp simd reduction(+ : taken, biased)
-                        for (count i = 0; i < stop; i++) {
-                            float signed_eps = copysignf(eps[sample], below[row + i]);
-                            float q = above[row + i] / (below[row + i] + signed_eps);
-                            quotient[row + i] = q;
-                            taken += signed_eps * q;
-                            biased += bias[i] * q;
-                        }
-                    } else {
-#pragma omp simd reduction(+ : taken)
-                        for (count i = 0; i < stop; i++) {
-                            float signed_eps = copysignf(eps[sample], below[row + i]);
-                            float q = above[row + i] / (below[row + i] + signed_eps);
-                            quotient[row + i] = q;
-                            taken += signed_eps * q;
-                        }
+                    for (count i = 0; i < length; i++) {
+                        float steady = copysignf(eps[sample], below[i]), q = above[i] / (below[i] + steady);
+                        quotient[i] = q;
+                        taken += steady * q;
+                        biased += shift[i] * q;
                     }
                     sum[0] += taken;
                     sum[kind] += biased;
@@ -192,14 +181,15 @@ void steady(const float *r, const float *z, float *s, const float *eps, const fl
 }
 
 /* Sums of r and |r|. */
-void measure(const float *r, count items, count size, count chunks, int threads, double *sums)
+void measure(const float *r, count targets, count samples, count size, count chunks, int threads, double *sums)
 {
-#pragma omp parallel for collapse(2) num_threads(threads)
-    for (count item = 0; item < items; item++)
+    count kind = targets * samples * chunks;
+#pragma omp parallel for collapse(2) num_threads(threads) if (samples * chunks > 1)
+    for (count item = 0; item < targets * samples; item++)
         for (count chunk = 0; chunk < chunks; chunk++) {
-            span at = part(size, ROW, chunks, chunk);
+            span at = part(size, chunks, chunk);
             double *sum = sums + item * chunks + chunk;
-            sum[0] = sum[items * chunks] = 0;
+            sum[0] = sum[kind] = 0;
             for (count row = at.begin; row < at.end; row += ROW) {
                 float u = 0, abs_u = 0;
 #pragma omp simd reduction(+ : u, abs_u)
@@ -208,20 +198,20 @@ void measure(const float *r, count items, count size, count chunks, int threads,
                     abs_u += fabsf(r[item * size + i]);
                 }
                 sum[0] += u;
-                sum[items * chunks] += abs_u;
+                sum[kind] += abs_u;
             }
         }
-    gather(sums, 2 * items, chunks);
+    gather(sums, 2 * targets * samples, chunks);
 }
 
 /* r = r a, in place; sums of r and |r|. */
 void weigh(float *r, const float *a, count targets, count samples, count size, count chunks, int threads, double *sums)
 {
     count kind = targets * samples * chunks;
-#pragma omp parallel for collapse(2) num_threads(threads)
+#pragma omp parallel for collapse(2) num_threads(threads) if (samples * chunks > 1)
     for (count sample = 0; sample < samples; sample++)
         for (count chunk = 0; chunk < chunks; chunk++) {
-            span at = part(size, ROW, chunks, chunk);
+            span at = part(size, chunks, chunk);
             const float *factor = a + sample * size;
             for (count target = 0; target < targets; target++) {
                 count item = target * samples + sample;

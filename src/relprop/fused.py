@@ -29,6 +29,8 @@ _FLAGS = ["-O3", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=off", "
 _WIDE = ["-mavx2"]  # where torch's own kernels have it
 _CHUNK = 1 << 14
 _SECONDS = 60
+_OPENMP = "libgomp.so.1"
+"""With another OpenMP than torch's, two sets of threads would wait for the same processors."""
 
 
 def fits(*values: Tensor, r: Tensor) -> bool:
@@ -96,20 +98,19 @@ def weigh(r: Tensor, a: Tensor) -> Tensor:
 
 def measure(r: Tensor) -> Tensor:
     """The sums of relevance and of its magnitudes, ``(2, T, B)``."""
-    return _call("measure", 2, r, [r], items=True)
+    return _call("measure", 2, r, [r])
 
 
-def _call(name: str, kinds: int, r: Tensor, arguments: Sequence[object], *more: object, items: bool = False) -> Tensor:
+def _call(name: str, kinds: int, r: Tensor, arguments: Sequence[object], *more: object) -> Tensor:
     """Calls a function with pointers, sizes and room for its sums, chunk by chunk, which it leaves in front."""
     compiled = library()
     assert compiled is not None
     size = r[0, 0].numel()
     chunks = -(-size // _CHUNK)
     wanted = kinds * r.shape[0] * r.shape[1]
-    sums = torch.empty(wanted * chunks, dtype=torch.float64)
-    counts = [r.shape[0] * r.shape[1]] if items else list(r.shape[:2])
+    sums = torch.empty(wanted * chunks, dtype=torch.float64, device="cpu")
     pointers = [ctypes.c_void_p(v.data_ptr()) if isinstance(v, Tensor) else v for v in arguments]
-    sizes = [ctypes.c_int64(n) for n in (*counts, size, chunks)]
+    sizes = [ctypes.c_int64(n) for n in (*r.shape[:2], size, chunks)]
     threads, room = ctypes.c_int(torch.get_num_threads()), ctypes.c_void_p(sums.data_ptr())
     getattr(compiled, name)(*pointers, *sizes, threads, room, *more)
     return sums[:wanted].reshape(kinds, *r.shape[:2])
@@ -123,10 +124,9 @@ def library() -> ctypes.CDLL | None:
         return None
     wide = _WIDE if torch.backends.cpu.get_cpu_capability().startswith("AVX") else []
     try:
-        # With another OpenMP than torch's, two sets of threads would wait for the same processors.
-        ctypes.CDLL("libgomp.so.1", mode=os.RTLD_NOLOAD)
+        ctypes.CDLL(_OPENMP, mode=os.RTLD_NOLOAD)  # torch has it
         return ctypes.CDLL(str(_built([compiler, *_FLAGS, *wide])))
-    except (OSError, subprocess.SubprocessError):
+    except (OSError, RuntimeError, subprocess.SubprocessError):  # of these, the second where there is no home
         return None
 
 
@@ -138,7 +138,7 @@ def _built(command: Sequence[str]) -> Path:
         SubprocessError: The compiler failed.
     """
     key = hashlib.sha256(_SOURCE.read_bytes() + " ".join(command).encode()).hexdigest()[:16]
-    path = folder() / f"fused-{os.uname().machine}-{os.getuid()}-{key}.so"
+    path = folder().absolute() / f"fused-{os.uname().machine}-{os.getuid()}-{key}.so"
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=".fused-", dir=path.parent, ignore_cleanup_errors=True) as work:
@@ -146,7 +146,9 @@ def _built(command: Sequence[str]) -> Path:
             subprocess.run([*command, str(_SOURCE), "-o", str(made)], check=True, capture_output=True, timeout=_SECONDS)
             made.chmod(0o700)
             made.replace(path)
-    about = path.stat()
-    if about.st_uid != os.getuid() or about.st_mode & 0o022:
-        raise PermissionError(path)
+    for about in (path.stat(), path.parent.stat()):
+        if about.st_uid != os.getuid() or about.st_mode & 0o022:
+            raise PermissionError(path)
+    if _OPENMP.encode() not in path.read_bytes():
+        raise OSError(f"{path} was not linked with {_OPENMP}")
     return path

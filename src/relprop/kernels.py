@@ -1,7 +1,7 @@
 """Kernels: convolutions whose weights are packed once, for processors on which oneDNN computes them.
 
-torch packs the weights anew at every call. Its own compiler does it once, through operators that also take a ReLU or a
-product into the same pass over memory; they are used here where they are there and agree, and plain ones elsewhere.
+torch packs the weights anew at every call. Its own compiler does it once, through operators that also take a ReLU into
+the same pass over memory; they are used here where they are there and agree, and plain ones elsewhere.
 """
 
 from __future__ import annotations
@@ -45,20 +45,15 @@ class Packed:
         self._how = list(padding), list(stride), list(dilation), groups
         self._weight = torch.ops.mkldnn._reorder_convolution_weight(weight.contiguous(), *self._how, list(shape))
 
-    def __call__(self, a: Tensor, *, relu: bool = False, times: Tensor | None = None) -> Tensor:
+    def __call__(self, a: Tensor, *, relu: bool = False) -> Tensor:
         """Convolves.
 
         Args:
             a: The input, ``(B, in, height, width)``.
             relu: Whether the output's negative values become zero.
-            times: What the output is multiplied with, of its shape, in place of that.
         """
-        convolve = torch.ops.mkldnn._convolution_pointwise
-        y: Tensor
-        if times is not None:
-            y = convolve.binary(a, times, self._weight, self._bias, *self._how, "mul", None, None, [], None)
-        else:
-            y = convolve(a, self._weight, self._bias, *self._how, "relu" if relu else "none", [], "")
+        convolve, then = torch.ops.mkldnn._convolution_pointwise, "relu" if relu else "none"
+        y: Tensor = convolve(a, self._weight, self._bias, *self._how, then, [], "")
         return y
 
 
@@ -81,7 +76,6 @@ def _there() -> bool:
             for found, wanted in (
                 (packed(a), expected),
                 (packed(a, relu=True), expected.relu()),
-                (packed(a, times=a), expected * a),
             )
         )
     except (AttributeError, RuntimeError):  # another build of torch

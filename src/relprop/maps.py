@@ -62,13 +62,10 @@ class LinearMap(ABC):
             known = self._weighed[transform] = tuple(shape), sums
         return known[1].clone()  # for who asks may write over it
 
-    def shares(self, s: Tensor, transform: Transform, shape: Sequence[int], times: Tensor | None = None) -> Tensor:
-        """:meth:`transpose`, with transformed weights, of ``(T, B, ...)``; multiplied with the inputs if they count."""
+    def shares(self, s: Tensor, transform: Transform, shape: Sequence[int]) -> Tensor:
+        """:meth:`transpose`, with transformed weights, of ``(T, B, ...)``."""
         c: Tensor = self.transpose(s.flatten(0, 1), self.weights(transform), shape).unflatten(0, s.shape[:2])
-        if times is None:
-            return c
-        # A mean's transpose is an expanded view, which cannot be written to.
-        return c * times if 0 in c.stride() else c.mul_(times)
+        return c
 
     def weights(self, transform: Transform) -> Tensor:
         """Returns the transformed weights, computed once in the life of this map."""

@@ -101,11 +101,14 @@ class Split:
         """
         if count == 1:
             return Handed((r,), {})
-        if count == 2 and self.weights in (torch.abs, _itself) and _in_one_pass(branches, r):
-            spare = spare or [False] * 3
-            if self.epsilon is None:
-                return _by_magnitude(branches, r, nonnegative or [False, False], spare, signed)
-            return _by_value(branches, r, self.epsilon, spare)
+        by_size = self.weights is torch.abs and self.epsilon is None
+        if count == 2 and (by_size or self.skips_zeros):
+            compiled = fused.fits(*branches, r=r)
+            if compiled or (len(r) == 1 and tileable(*branches, r[0])):
+                spare = spare or [False] * 3
+                if by_size:
+                    return _by_magnitude(branches, r, nonnegative or [False, False], spare, signed, compiled)
+                return _by_value(branches, r, self.epsilon or 0.0, spare, compiled)
         if self.weights is not None:
             return self._in_proportion([self.weights(h) for h in branches], r)
         if self.shares is None:  # equal parts: one will do for all
@@ -150,15 +153,15 @@ def _check_share(share: Any, shape: torch.Size, name: str) -> None:
         raise RelpropError(msg)
 
 
-def _in_one_pass(branches: Sequence[Tensor], r: Tensor) -> bool:
-    """Whether two branches can be split in one pass over memory: by a compiled function, or piece by piece."""
-    return fused.fits(*branches, r=r) or (len(r) == 1 and tileable(*branches, r[0]))
-
-
 def _by_magnitude(
-    branches: Sequence[Tensor], r: Tensor, nonnegative: Sequence[bool], spare: Sequence[bool], signed: bool
+    branches: Sequence[Tensor],
+    r: Tensor,
+    nonnegative: Sequence[bool],
+    spare: Sequence[bool],
+    signed: bool,
+    compiled: bool,
 ) -> Handed:
-    """Parts relevance between two branches by magnitude; 0/0 halves.
+    """Parts relevance between two branches by magnitude, in one pass over memory or piece by piece; 0/0 halves.
 
     What the one does not get, the other does. Sums are taken while a piece is at hand.
     """
@@ -166,7 +169,7 @@ def _by_magnitude(
     one, other = branches[1 - last], branches[last]
     mine = other[None] if spare[last] and len(r) == 1 else torch.empty_like(r)
     rest = r if spare[2] else torch.empty_like(r)
-    if fused.fits(one, other, r=r):
+    if compiled:
         x, y, *sizes = fused.split_by_magnitude(one, other, r, mine, rest)
     else:
         x, y, *sizes = _magnitudes_in_pieces(one, other, r[0], mine[0], rest[0], nonnegative[1 - last], signed)
@@ -189,13 +192,13 @@ def _magnitudes_in_pieces(
     return torch.tensor(sums, dtype=torch.float64).unsqueeze(1)
 
 
-def _by_value(branches: Sequence[Tensor], r: Tensor, epsilon: float, spare: Sequence[bool]) -> Handed:
-    """Parts relevance between two branches by value, and names what the stabiliser takes."""
+def _by_value(branches: Sequence[Tensor], r: Tensor, epsilon: float, spare: Sequence[bool], compiled: bool) -> Handed:
+    """Parts relevance between two branches by value, likewise, and names what the stabiliser takes."""
     one, other = branches
     mine, rest = (
         h[None] if known and len(r) == 1 else torch.empty_like(r) for h, known in zip(branches, spare, strict=False)
     )
-    if fused.fits(one, other, r=r):
+    if compiled:
         x, y, *sizes, taken = fused.split_by_value(one, other, r, mine, rest, epsilon)
     else:
         x, y, *sizes, taken = _values_in_pieces(one, other, r[0], mine[0], rest[0], epsilon)

@@ -151,9 +151,8 @@ class Tented(LinearMap):
     def sums(self, a: Tensor, transform: Transform) -> Tensor:
         return self._linear.sums(self._blend.ahead(a), transform)
 
-    def shares(self, s: Tensor, transform: Transform, shape: Sequence[int], times: Tensor | None = None) -> Tensor:
-        c = per_target(self._blend.back, self._linear.shares(s, transform, self._between(shape)))
-        return c if times is None else c.mul_(times)
+    def shares(self, s: Tensor, transform: Transform, shape: Sequence[int]) -> Tensor:
+        return per_target(self._blend.back, self._linear.shares(s, transform, self._between(shape)))
 
     def apply(self, a: Tensor, weight: Tensor) -> Tensor:
         return self._linear.apply(self._blend.ahead(a), weight)
