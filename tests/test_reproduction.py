@@ -146,6 +146,8 @@ def test_sums_of_the_presets(model: zoo.Model, photos: Path, tmp_path: Path) -> 
     assert cells(conservation.table(found), conservation.PRESETS["paper"])[-1] == "2"
     text = answer(rows("released", [0.5], [0.4]), found)
     assert len(re.findall(r"^\d\. ", text, re.M)) == 9
+    few = answer(rows("paper", [0.5] * 3, [0.5] * 3) + rows("paper-folded", [0.4] * 2, [0.4] * 2), found)
+    assert "folded -0.100 [-0.100, -0.100] on 2 images." in few
 
 
 def test_the_first_file_of_every_class(photos: Path) -> None:

@@ -40,14 +40,15 @@ def _score(found: Values, method: str, protocol: str, name: str = "score") -> st
 
 
 def _paired(found: Values, method: str, reference: str, protocol: str, names: tuple[str, str] = ("score",) * 2) -> str:
-    """The mean paired difference of two methods, or of two scores."""
+    """The mean paired difference of two methods, or of two scores, with the number of images where they are fewer."""
     mine, theirs = (found.get((m, protocol, n), {}) for m, n in zip((method, reference), names, strict=True))
     shared = sorted(mine.keys() & theirs.keys())
     if not shared:
         return "not measured"
     e = estimate([mine[i] - theirs[i] for i in shared])
     clear = "" if e.low > 0 or e.high < 0 else ", which may be zero"
-    return f"{e.mean:+.3f} [{e.low:+.3f}, {e.high:+.3f}]{clear}"
+    fewer = "" if len(shared) == len(theirs) else f" on {len(shared)} images"
+    return f"{e.mean:+.3f} [{e.low:+.3f}, {e.high:+.3f}]{fewer}{clear}"
 
 
 def _reproduces(found: Values) -> str:
