@@ -162,7 +162,7 @@ class TestDividingByAReLU:
     """The epsilon rule divides by what a map put out; its ReLU will do where no relevance comes to zeros."""
 
     @staticmethod
-    def kept(between: nn.Module | None = None, **options: object) -> tuple[bool, bool]:
+    def kept(between: nn.Module | None = None, near: float = 1e-5, **options: object) -> tuple[bool, bool]:
         """Whether negative outputs of the first map are kept; and whether the map is that of double precision."""
         torch.manual_seed(0)
         net, x = Chain(between).eval(), torch.randn(2, 3, 12, 12)
@@ -172,7 +172,7 @@ class TestDividingByAReLU:
         negative = bool((values[first] < 0).any())
         single = relprop.explain(net, x, 1, **{"preset": "epsilon", **options}).relevance
         double = relprop.explain(net.double(), x.double(), 1, **{"preset": "epsilon", **options}).relevance
-        return negative, bool((single - double).abs().max() < 1e-2 * double.abs().max())
+        return negative, bool((single - double).abs().max() < near * double.abs().max())
 
     def test_a_map_behind_it_skips_zeros(self) -> None:
         assert self.kept() == (False, True)
@@ -181,7 +181,8 @@ class TestDividingByAReLU:
         assert self.kept(nn.MaxPool2d(2)) == (True, True)
 
     def test_a_rule_that_hands_evenly_does_not(self) -> None:
-        assert self.kept(overrides={"second": "flat"}) == (True, True)
+        # Outputs near zero get as much as others, and divide it by next to nothing: digits are lost, ReLU or not.
+        assert self.kept(overrides={"second": "flat"}, near=1e-3) == (True, True)
 
     def test_a_stabiliser_relative_to_all_outputs_sees_them_all(self) -> None:
         relative = relprop.rules.epsilon(0.01, relative=True)

@@ -35,49 +35,10 @@ static void gather(double *sums, count wanted, count chunks)
     }
 }
 
-/* x = |a| / (|a| + |b|) r, halves where both are zero, and y = r - x; sums of x, y, |x|, |y|. */
-void split_by_magnitude(const float *a, const float *b, const float *r, float *x, float *y, count targets, count samples,
-                        count size, count chunks, int threads, double *sums)
-{
-    count kind = targets * samples * chunks;
-#pragma omp parallel for collapse(2) num_threads(threads) if (samples * chunks > 1)
-    for (count sample = 0; sample < samples; sample++)
-        for (count chunk = 0; chunk < chunks; chunk++) {
-            span at = part(size, chunks, chunk);
-            const float *one = a + sample * size, *two = b + sample * size;
-            for (count target = 0; target < targets; target++) {
-                count item = target * samples + sample;
-                const float *whole = r + item * size;
-                float *mine = x + item * size, *rest = y + item * size;
-                double *sum = sums + item * chunks + chunk;
-                for (int k = 0; k < 4; k++)
-                    sum[k * kind] = 0;
-                for (count row = at.begin; row < at.end; row += ROW) {
-                    float u = 0, v = 0, abs_u = 0, abs_v = 0;
-#pragma omp simd reduction(+ : u, v, abs_u, abs_v)
-                    for (count i = row; i < least(row + ROW, at.end); i++) {
-                        float weight = fabsf(one[i]), both = weight + fabsf(two[i]), all = whole[i];
-                        float share = both == 0 ? 0.5f * all : weight / both * all, other = all - share;
-                        mine[i] = share;
-                        rest[i] = other;
-                        u += share;
-                        v += other;
-                        abs_u += fabsf(share);
-                        abs_v += fabsf(other);
-                    }
-                    sum[0] += u;
-                    sum[kind] += v;
-                    sum[2 * kind] += abs_u;
-                    sum[3 * kind] += abs_v;
-                }
-            }
-        }
-    gather(sums, 4 * targets * samples, chunks);
-}
-
-/* s = r / (a + b + eps sign(a + b)), x = a s and y = b s; sums of x, y, |x|, |y| and of what eps takes. */
-void split_by_value(const float *a, const float *b, const float *r, float *x, float *y, count targets, count samples,
-                    count size, count chunks, int threads, double *sums, float eps)
+/* By magnitude: x = |a| / (|a| + |b|) r, halves where both are zero, and y = r - x. By value: x = a s and y = b s with
+   s = r / (a + b + eps sign(a + b)). Sums of x, y, |x|, |y|, and of what eps takes. */
+void split(const float *a, const float *b, const float *r, float *x, float *y, count targets, count samples, count size,
+           count chunks, int threads, double *sums, int by_value, float eps)
 {
     count kind = targets * samples * chunks;
 #pragma omp parallel for collapse(2) num_threads(threads) if (samples * chunks > 1)
@@ -96,15 +57,23 @@ void split_by_value(const float *a, const float *b, const float *r, float *x, fl
                     float u = 0, v = 0, abs_u = 0, abs_v = 0, taken = 0;
 #pragma omp simd reduction(+ : u, v, abs_u, abs_v, taken)
                     for (count i = row; i < least(row + ROW, at.end); i++) {
-                        float p = one[i], q = two[i], both = p + q, steady = copysignf(eps, both);
-                        float s = whole[i] / (both + steady), share = p * s, other = q * s;
+                        float all = whole[i], share, other;
+                        if (by_value) {
+                            float both = one[i] + two[i], steady = copysignf(eps, both), s = all / (both + steady);
+                            share = one[i] * s;
+                            other = two[i] * s;
+                            taken += steady * s;
+                        } else {
+                            float weight = fabsf(one[i]), both = weight + fabsf(two[i]);
+                            share = both == 0 ? 0.5f * all : weight / both * all;
+                            other = all - share;
+                        }
                         mine[i] = share;
                         rest[i] = other;
                         u += share;
                         v += other;
                         abs_u += fabsf(share);
                         abs_v += fabsf(other);
-                        taken += steady * s;
                     }
                     sum[0] += u;
                     sum[kind] += v;

@@ -47,7 +47,7 @@ def split_by_magnitude(a: Tensor, b: Tensor, r: Tensor, x: Tensor, y: Tensor) ->
     Returns:
         The sums of ``x``, ``y`` and of their magnitudes, ``(4, T, B)``.
     """
-    return _call("split_by_magnitude", 4, r, [a, b, r, x, y])
+    return _call("split", 5, r, [a, b, r, x, y], ctypes.c_int(0), ctypes.c_float(0))[:4]
 
 
 def split_by_value(a: Tensor, b: Tensor, r: Tensor, x: Tensor, y: Tensor, eps: float) -> Tensor:
@@ -56,7 +56,7 @@ def split_by_value(a: Tensor, b: Tensor, r: Tensor, x: Tensor, y: Tensor, eps: f
     Returns:
         The sums of ``x``, ``y``, of their magnitudes, and of what ``eps`` takes, ``(5, T, B)``.
     """
-    return _call("split_by_value", 5, r, [a, b, r, x, y], ctypes.c_float(eps))
+    return _call("split", 5, r, [a, b, r, x, y], ctypes.c_int(1), ctypes.c_float(eps))
 
 
 def divide(r: Tensor, z: Tensor, s: Tensor, threshold: float) -> bool:
