@@ -124,7 +124,7 @@ class Split:
 
     def _in_proportion(self, weights: Sequence[Tensor], r: Tensor) -> Handed:
         """``R_b = w_b / (sum w + eps) R``; where all weights are zero, equal parts."""
-        whole = _sum(weights)
+        whole = sum(weights[1:], weights[0])
         absorbed = {}
         if self.epsilon is not None:
             eps = torch.where(whole < 0, -1.0, 1.0).to(whole.dtype) * self.epsilon
@@ -217,13 +217,6 @@ def _values_in_pieces(one: Tensor, other: Tensor, r: Tensor, mine: Tensor, rest:
             sums[2 + k][sample] += share.abs().sum().item()
         sums[4][sample] += signed.mul_(part).sum().item()
     return torch.tensor(sums, dtype=torch.float64).unsqueeze(1)
-
-
-def _sum(tensors: Sequence[Tensor]) -> Tensor:
-    result = tensors[0] + tensors[1]
-    for t in tensors[2:]:
-        result += t
-    return result
 
 
 def _itself(h: Tensor) -> Tensor:

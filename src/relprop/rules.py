@@ -164,7 +164,7 @@ class Rule:
                     linear.weighed(shape, term.weight) if term.input is one_sample else linear.sums(x, term.weight)
                     for term, x in zip(terms, live, strict=True)
                 ]
-                z = _sum(denominators) if denominators else linear.fan(shape)
+                z = sum(denominators[1:], denominators[0]) if denominators else linear.fan(shape)
             else:
                 z = y
             flow = r if part.share == 1 else r * part.share
@@ -208,13 +208,6 @@ class Rule:
         y = linear(a)
         kept = r * (y > 0 if sign > 0 else y < 0)
         return kept, total(r * (y == 0)) if sign > 0 else None
-
-
-def _sum(tensors: Sequence[Tensor]) -> Tensor:
-    result = tensors[0]
-    for t in tensors[1:]:
-        result = result + t
-    return result
 
 
 # -- the rules by name --
