@@ -11,11 +11,13 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 import relprop
 from relprop import fused, merges
 from relprop.compat import import_torchvision
 from relprop.forward import Forward
+from relprop.pools import Pool, Sliding
 
 SHAPES = [(2, 64, 56, 56), (3, 7, 5, 3), (1, 2048, 7, 7), (4, 10)]
 
@@ -124,6 +126,33 @@ class TestSteps:
 def in_steps(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     """Leaves everything to torch, from the call on."""
     return lambda: monkeypatch.setattr(fused, "library", lambda: None)
+
+
+@compiled
+@pytest.mark.parametrize("shape", [(2, 64, 12, 12), (3, 7, 9, 11), (1, 300, 13, 8)])
+@pytest.mark.parametrize("kernel", [(3, 3), (2, 4)])
+@pytest.mark.parametrize("stride", [1, 2, 3])
+@pytest.mark.parametrize("dilation", [1, 2])
+@pytest.mark.parametrize("ceil", [True, False])
+def test_a_max_pool_hands_on_the_same(
+    shape: tuple[int, ...],
+    kernel: tuple[int, int],
+    stride: int,
+    dilation: int,
+    ceil: bool,
+    in_steps: Callable[[], None],
+) -> None:
+    draw, targets = torch.Generator().manual_seed(0), 2
+    windows = Sliding(kernel, (stride, 2), (1, 0), (dilation, 1), ceil)
+    a = torch.randint(4, shape, generator=draw).float().contiguous(memory_format=torch.channels_last)  # with ties
+    y = F.max_pool2d(a, kernel, (stride, 2), (1, 0), (dilation, 1), ceil)
+    r = torch.randn(targets * len(y), *y.shape[1:], generator=draw).contiguous(memory_format=torch.channels_last)
+    pool, r = Pool(windows, torch.nn.Identity(), "max"), r.unflatten(0, (targets, -1))
+    assert fused.winners(a, y, r, (windows.kernel, windows.stride, windows.padding, windows.dilation)) is not None
+    found = pool.winners(a, y, r)
+    in_steps()
+    assert torch.equal(found, pool.winners(a, y, r))
+    torch.testing.assert_close(summed(found), summed(r), rtol=0, atol=1e-4)
 
 
 @compiled

@@ -203,3 +203,58 @@ void weigh(float *r, const float *a, count targets, count samples, count size, c
         }
     gather(sums, 2 * targets * samples, chunks);
 }
+
+/* Hands the relevance r of a max pool's windows to the largest of their inputs a, evenly among those that equal the
+   output y: x. s has room for as much as r. The channels of a place are neighbours in memory, and places on two axes
+   have sizes of input and output, and the kernel, stride, padding and dilation of the windows: pairs, in this order. */
+void winners(const float *a, const float *y, const float *r, float *s, float *x, count targets, count samples,
+             count channels, const count *pairs, int threads)
+{
+    const count *in = pairs, *out = pairs + 2, *kernel = pairs + 4, *stride = pairs + 6, *before = pairs + 8,
+                *apart = pairs + 10;
+    count above = samples * out[0] * out[1] * channels, below = samples * in[0] * in[1] * channels;
+#pragma omp parallel for collapse(2) num_threads(threads)
+    for (count sample = 0; sample < samples; sample++)
+        for (count row = 0; row < out[0]; row++)
+            for (count column = 0; column < out[1]; column++)
+                for (count begin = 0; begin < channels; begin += ROW) {
+                    count length = least(ROW, channels - begin);
+                    count at = ((sample * out[0] + row) * out[1] + column) * channels + begin;
+                    float ties[ROW] = {0};
+                    for (count k = 0; k < kernel[0] * kernel[1]; k++) {
+                        count i = row * stride[0] - before[0] + k / kernel[1] * apart[0];
+                        count j = column * stride[1] - before[1] + k % kernel[1] * apart[1];
+                        if (i < 0 || i >= in[0] || j < 0 || j >= in[1])
+                            continue;
+                        const float *one = a + ((sample * in[0] + i) * in[1] + j) * channels + begin;
+                        for (count c = 0; c < length; c++)
+                            ties[c] += one[c] == y[at + c] ? 1.0f : 0.0f;
+                    }
+                    for (count target = 0; target < targets; target++)
+                        for (count c = 0; c < length; c++)
+                            s[target * above + at + c] = r[target * above + at + c] / ties[c];
+                }
+#pragma omp parallel for collapse(2) num_threads(threads)
+    for (count sample = 0; sample < samples; sample++)
+        for (count row = 0; row < in[0]; row++)
+            for (count column = 0; column < in[1]; column++)
+                for (count target = 0; target < targets; target++) {
+                    count at = ((sample * in[0] + row) * in[1] + column) * channels;
+                    const float *one = a + at;
+                    float *sum = x + target * below + at;
+                    for (count c = 0; c < channels; c++)
+                        sum[c] = 0;
+                    for (count k = 0; k < kernel[0] * kernel[1]; k++) {
+                        count i = row + before[0] - k / kernel[1] * apart[0];
+                        count j = column + before[1] - k % kernel[1] * apart[1];
+                        if (i < 0 || j < 0 || i % stride[0] || j % stride[1] || i / stride[0] >= out[0] ||
+                            j / stride[1] >= out[1])
+                            continue;
+                        count from = ((sample * out[0] + i / stride[0]) * out[1] + j / stride[1]) * channels;
+                        const float *largest = y + from, *share = s + target * above + from;
+#pragma omp simd
+                        for (count c = 0; c < channels; c++)
+                            sum[c] += one[c] == largest[c] ? share[c] : 0.0f;
+                    }
+                }
+}

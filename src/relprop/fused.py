@@ -101,6 +101,34 @@ def measure(r: Tensor) -> Tensor:
     return _call("measure", 2, r, [r])
 
 
+def winners(a: Tensor, y: Tensor, r: Tensor, windows: Sequence[Sequence[int]]) -> Tensor | None:
+    """Hands relevance of a max pool's windows to their largest inputs, evenly among those that tie.
+
+    Args:
+        a: Input of the pool, ``(B, C, height, width)``.
+        y: Its output.
+        r: Relevance of the output, ``(T, B, C, ...)``.
+        windows: Their kernel, stride, padding and dilation, on both axes each.
+
+    Returns:
+        Relevance of the input; None where it has to be done otherwise.
+    """
+    last = torch.channels_last
+    beside = a.ndim == 4 and len(windows[0]) == 2 and all(v.is_contiguous(memory_format=last) for v in (a, y, r[0]))
+    if not beside or a.dtype != torch.float32 or not fits(y, r=r):
+        return None
+    x = torch.empty((len(r) * len(a), *a.shape[1:]), dtype=a.dtype, device=a.device, memory_format=last)
+    room = torch.empty_like(r)
+    pairs = [n for pair in (a.shape[2:], y.shape[2:], *windows) for n in pair]
+    pointers = [ctypes.c_void_p(v.data_ptr()) for v in (a, y, r, room, x)]
+    sizes = [ctypes.c_int64(n) for n in (*r.shape[:2], a.shape[1])]
+    compiled = library()
+    assert compiled is not None
+    compiled.winners(*pointers, *sizes, (ctypes.c_int64 * len(pairs))(*pairs), ctypes.c_int(torch.get_num_threads()))
+    result: Tensor = x.unflatten(0, r.shape[:2])
+    return result
+
+
 def _call(name: str, kinds: int, r: Tensor, arguments: Sequence[object], *more: object) -> Tensor:
     """Calls a function with pointers, sizes and room for its sums, chunk by chunk, which it leaves in front."""
     compiled = library()

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from relprop import fused
 from relprop.errors import RelpropError
 from relprop.maps import Window, uneven
 
@@ -173,6 +174,9 @@ class Pool:
 
 def _sliding_winners(windows: Sliding, a: Tensor, y: Tensor, r: Tensor) -> Tensor:
     """:meth:`Pool.winners` for windows that slide: each position in the window is a slice of the padded input."""
+    at_once = fused.winners(a, y, r, (windows.kernel, windows.stride, windows.padding, windows.dilation))
+    if at_once is not None:
+        return at_once
     axes = len(windows.kernel)
     outputs = y.shape[-axes:]
     around: list[int] = []
@@ -198,7 +202,9 @@ def _sliding_winners(windows: Sliding, a: Tensor, y: Tensor, r: Tensor) -> Tenso
         result[place].addcmul_(share, hit.to(r.dtype))
     for axis in range(axes):
         result = result.narrow(axis - axes, windows.padding[axis], a.shape[axis - axes])
-    return result
+    layout = torch.channels_last if a.ndim == 4 else torch.contiguous_format  # others would slow down what comes next
+    dense: Tensor = result.flatten(0, 1).contiguous(memory_format=layout).unflatten(0, r.shape[:2])
+    return dense
 
 
 def _select(a: Tensor, index: Sequence[Tensor]) -> Tensor:
