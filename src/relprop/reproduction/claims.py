@@ -146,7 +146,6 @@ CLAIMS: dict[str, Claim] = {
         ),
         reference="paper",
     ),
-    "errors": Claim("The method whose failures are looked at, and the best baseline", (_OURS, _GRAD_CAM)),
     "norms": Claim(
         "Batch norms passed through or folded into their convolutions",
         (Line("passed through", "paper"), Line("folded", "paper-folded")),

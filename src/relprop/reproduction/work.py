@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
 
+from relprop import methods
 from relprop.datasets import Dataset
 from relprop.errors import RelpropError
 from relprop.methods import Method
@@ -101,7 +102,7 @@ def _conservation(work: Work) -> str:
 
 
 def _errors(work: Work) -> str:
-    rows = work.measured(CLAIMS["errors"].methods)
+    rows = work.measured([methods.get(name) for name in (errors.METHOD, errors.BASELINES[0])])
     failures, pictures = errors.examine(work.model, work.images, errors.failed(values(rows)))
     errors.write(failures, work.out / "errors.csv")
     errors.sheet(failures, pictures, work.out / "errors.png")
