@@ -1,6 +1,7 @@
 """What the result pages say is what their rows say."""
 
 import csv
+import re
 import runpy
 from pathlib import Path
 
@@ -22,6 +23,20 @@ def test_the_tables_of_fewer_points_are_those_of_their_rows() -> None:
     assert len(tables) == 4
     for table in tables.values():
         assert table in page
+
+
+def test_what_other_pages_repeat_of_the_reproduction_is_what_it_says() -> None:
+    page, limits, ties = (
+        " ".join(Path("docs", name).read_text().split()) for name in ("reproduction.md", "limits.md", "explain-ties.md")
+    )
+    gain, loss = re.search(r"ID of \(iv\) by (\S+) \[.*?\] as published and by (\S+) \[", page).groups()
+    assert f"{gain} as published, {loss} tie-safe" in limits
+    assert f"{gain} as published and by {loss} tie-safe" in ties
+    random, none = re.search(r"quantised random map scores (\S+) \[.*?\] as published and (\S+) \[", page).groups()
+    assert f"{random} as published and {none} tie-safe" in ties
+    for row in (r"the paper's \(iv\), raw", r"\(ii\), raw"):  # its last difference: tie-safe
+        mean, low, high = re.search(rf"\| {row} \|[^\n]*?\| (\S+) \[(\S+), (\S+)\] \| \d+ \|", page).groups()
+        assert re.search(rf"{mean},? with an interval from {low} to {high}", limits)
 
 
 def test_the_page_of_the_birds_is_that_of_its_results() -> None:

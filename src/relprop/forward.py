@@ -29,8 +29,14 @@ from relprop.rules import Rule
 from relprop.shapes import Moved
 from relprop.transforms import tiny
 
-_REFUSALS = (RuntimeError, ValueError, TypeError, IndexError, NotImplementedError)
-"""What torch raises where a shape does not fit; the last where a function has no way to tell without contents."""
+_REFUSALS = (
+    RuntimeError,
+    ValueError,
+    TypeError,
+    IndexError,
+    NotImplementedError,  # where a function cannot tell a shape without contents
+)
+"""What torch raises where a shape does not fit."""
 
 
 @dataclass

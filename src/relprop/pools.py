@@ -152,8 +152,10 @@ class Pool:
         depths = [range(max(len(row) for row in table)) for table in tables]
         picks = []
         for position in product(*depths):
-            index = [torch.tensor([row[d] if d < len(row) else 0 for row in t], device=a.device)
-                     for t, d in zip(tables, position, strict=True)]  # fmt: skip
+            index = [
+                torch.tensor([row[d] if d < len(row) else 0 for row in t], device=a.device)
+                for t, d in zip(tables, position, strict=True)
+            ]
             real = [
                 torch.tensor([d < len(row) for row in t], device=a.device)
                 for t, d in zip(tables, position, strict=True)
