@@ -155,6 +155,14 @@ def test_a_max_pool_hands_on_the_same(
     torch.testing.assert_close(summed(found), summed(r), rtol=0, atol=1e-4)
 
 
+def test_padding_never_wins(in_steps: Callable[[], None]) -> None:
+    a, r = torch.full((1, 1, 2, 2), -torch.inf), torch.ones(1, 1, 1, 1, 1)
+    pool = Pool(Sliding((3, 3), (2, 2), (1, 1), (1, 1)), nn.MaxPool2d(3, 2, 1), "max")
+    for prepare in (lambda: None, in_steps):
+        prepare()
+        assert torch.equal(pool.winners(a, pool.forward(a), r), torch.full((1, 1, 1, 2, 2), 0.25))
+
+
 @compiled
 @pytest.mark.parametrize("preset", ["relprop", "paper", "epsilon", "mixture", "epsilon-plus-flat"])
 def test_explanations_are_the_same_with_and_without(preset: str, in_steps: Callable[[], None]) -> None:

@@ -186,7 +186,7 @@ def _sliding_winners(windows: Sliding, a: Tensor, y: Tensor, r: Tensor) -> Tenso
         reach = (outputs[axis] - 1) * windows.stride[axis] + windows.dilation[axis] * (windows.kernel[axis] - 1) + 1
         before = windows.padding[axis]
         around += [before, max(0, reach - before - a.shape[axis - axes])]
-    padded = F.pad(a, around, value=-torch.inf)
+    padded = F.pad(a, around, value=torch.nan)  # which equals no maximum, not even that of nothing but -inf
     slices: list[tuple[Any, ...]] = [
         (
             ...,
