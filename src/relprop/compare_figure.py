@@ -4,15 +4,13 @@
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from relprop.compare import PROTOCOLS, Comparison
 from relprop.figure import RGB, glow, limit
+from relprop.quiet import quietly
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -167,7 +165,7 @@ def _text(figure: Figure, at: tuple[int, int], side: str, text: str, size: float
     across, down = figure.get_size_inches() * _DPI
     where: dict[str, Any] = {"ha": "center", "va": side}
     line = figure.text(at[0] / across, 1 - at[1] / down, text, fontsize=size, **where, **_TEXT)
-    with _unwarned():
+    with quietly():  # a name may have letters that the font has not
         while line.get_window_extent().width > SIDE:  # widths are rounded, letter by letter, so it is not one division
             size *= 0.95
             line.set_fontsize(size)
@@ -188,14 +186,6 @@ def _figure(width: int, height: int) -> Figure:
 
 def _drawn(figure: Figure) -> RGB:
     canvas: Any = figure.canvas
-    with _unwarned():
+    with quietly():  # a name may have letters that the font has not
         canvas.draw()
     return np.array(canvas.buffer_rgba(), dtype=np.uint8)[..., :3]
-
-
-@contextmanager
-def _unwarned() -> Iterator[None]:
-    """A name may have letters that the font has not."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield

@@ -10,7 +10,6 @@ from __future__ import annotations
 import io
 import logging
 import operator
-import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stderr
@@ -26,6 +25,7 @@ from relprop import operators
 from relprop.errors import RelpropError
 from relprop.forms import Form
 from relprop.graph import Call, Graph
+from relprop.quiet import quietly
 from relprop.recording import Recording, made
 from relprop.state import undisturbed
 from relprop.trace import TRACING, TraceError
@@ -86,8 +86,7 @@ def _quiet() -> Iterator[None]:
     before = remarks.disabled
     remarks.disabled = True
     try:
-        with warnings.catch_warnings(), redirect_stderr(io.StringIO()):
-            warnings.simplefilter("ignore")
+        with quietly(), redirect_stderr(io.StringIO()):
             yield
     finally:
         remarks.disabled = before

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
@@ -20,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from relprop.errors import RelpropError
+from relprop.quiet import quietly
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -373,8 +373,7 @@ def _drawn(figure: Figure, pictures: Sequence[RGB]) -> RGB:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
 
     canvas: Any = FigureCanvasAgg(figure)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # a name may have letters that the font has not
+    with quietly():  # a name may have letters that the font has not
         canvas.draw()
     sheet = np.array(canvas.buffer_rgba(), dtype=np.uint8)[..., :3]
     for place, picture in enumerate(pictures):

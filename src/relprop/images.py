@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import os
 import stat
-import warnings
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
@@ -16,6 +15,7 @@ import numpy as np
 from PIL import Image, ImageOps, UnidentifiedImageError
 
 from relprop.errors import RelpropError
+from relprop.quiet import quietly
 
 __all__ = ["PHOTO", "SAMPLES", "SUFFIXES", "find", "names", "read", "rgb"]
 
@@ -91,8 +91,7 @@ def read(
     try:
         if not (len(content) if isinstance(content, bytes) else _size(path)):
             raise RelpropError(f"{path} is empty.")
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # Pillow remarks on large images and odd metadata, and reads them
+        with quietly():  # Pillow remarks on large images and odd metadata, and reads them
             source = io.BytesIO(content) if isinstance(content, bytes) else content or path
             with Image.open(source, formats=formats) as opened:
                 if opened.width * opened.height > _DRAFT_PIXELS:

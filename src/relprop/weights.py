@@ -8,7 +8,6 @@ import json
 import os
 import pickle
 import re
-import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from relprop.errors import RelpropError
+from relprop.quiet import quietly
 
 __all__ = ["WeightsFile", "fingerprint", "read", "serialised", "sha256_of"]
 
@@ -122,8 +122,7 @@ def _torch(path: Path) -> Any:
         what = "is empty" if not magic else "is no weights file"
         raise RelpropError(f"{path} {what}; relprop reads .safetensors and what torch.save writes.")
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # what torch would warn of is refused just below
+        with quietly():  # what torch would warn of is refused just below
             return torch.load(path, map_location="cpu", weights_only=True)
     except (pickle.UnpicklingError, RuntimeError) as error:
         text = str(error)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import re
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +12,7 @@ from PIL import Image
 
 from relprop import images
 from relprop.errors import RelpropError
+from relprop.quiet import quietly
 
 __all__ = ["FORMATS", "BusyError", "LateError", "Limits", "StoppedError", "TooLargeError", "called", "read_photo"]
 
@@ -112,10 +112,9 @@ def read_photo(path: Path, name: str, limits: Limits, check: Callable[[], None] 
     try:
         limits.check_size(name, path.stat().st_size, limits.photo)
         with _Watched(path, check) as file:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # Pillow remarks on large images, which are refused below
-                with Image.open(file, formats=FORMATS) as header:
-                    width, height = header.size
+            # Pillow remarks on large images, which are refused below.
+            with quietly(), Image.open(file, formats=FORMATS) as header:
+                width, height = header.size
             if width * height > limits.pixels:
                 raise TooLargeError(
                     f"{name} has {width} x {height} pixels and this server takes {limits.pixels / MEGA:g} million at "

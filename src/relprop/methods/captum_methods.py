@@ -7,7 +7,6 @@ every call has a module of its own.
 from __future__ import annotations
 
 import threading
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -21,6 +20,7 @@ from torch import Tensor, nn
 from relprop.errors import RelpropError
 from relprop.methods.method import Method, content_seeds, extra
 from relprop.methods.unshared import check_twin, shadow, unshared
+from relprop.quiet import quietly
 from relprop.trace import trace
 
 _TOGETHER = 32  # inputs that go through the model at once, where a method makes many of one
@@ -31,7 +31,7 @@ _TOGETHER = 32  # inputs that go through the model at once, where a method makes
 
 def _gradient(model: nn.Module, x: Tensor, target: Tensor, *, times_input: bool) -> Tensor:
     kind = extra("captum.attr").InputXGradient if times_input else extra("captum.attr").Saliency
-    with _captum():
+    with quietly():  # captum remarks on the hooks that it sets and takes away
         maps: Tensor = kind(shadow(model)).attribute(x.requires_grad_(), target=target)
     return maps
 
@@ -39,7 +39,7 @@ def _gradient(model: nn.Module, x: Tensor, target: Tensor, *, times_input: bool)
 def _integrated(model: nn.Module, x: Tensor, target: Tensor, *, steps: int = 50, baseline: float = 0.0) -> Tensor:
     method = extra("captum.attr").IntegratedGradients(shadow(model))
     together = max(_TOGETHER, x.shape[0])
-    with _captum():
+    with quietly():
         maps: Tensor = method.attribute(x, baseline, target=target, n_steps=steps, internal_batch_size=together)
     return maps
 
@@ -47,7 +47,7 @@ def _integrated(model: nn.Module, x: Tensor, target: Tensor, *, steps: int = 50,
 def _guided(model: nn.Module, x: Tensor, target: Tensor) -> Tensor:
     twin = unshared(model)
     check_twin(model, twin, x)
-    with _captum():
+    with quietly():
         maps: Tensor = extra("captum.attr").GuidedBackprop(twin).attribute(x.requires_grad_(), target=target)
     return maps
 
@@ -118,7 +118,7 @@ def _deeplift(model: nn.Module, x: Tensor, target: Tensor, *, baseline: float = 
     twin = unshared(model, pools=Windows)
     check_twin(model, twin, x)
     zero = torch.full_like(x, baseline)
-    with _captum():
+    with quietly():
         maps: Tensor = extra("captum.attr").DeepLift(twin).attribute(x.requires_grad_(), zero, target=target)
     with torch.no_grad():
         both = [twin(batch).gather(1, target[:, None])[:, 0] for batch in (x, zero[:1].expand_as(x))]
@@ -146,7 +146,7 @@ def _lrp(model: nn.Module, x: Tensor, target: Tensor, *, mixture: bool, sums: bo
         for name in _lower_half(model):
             twin.get_submodule(name).rule = rule()
     try:
-        with _captum():
+        with quietly():
             maps: Tensor = attr.LRP(twin).attribute(x.requires_grad_(), target=target)
     except TypeError as error:  # captum's way to say that a module has no rule
         reason = str(error).partition(" has no rule")[0]
@@ -169,17 +169,9 @@ _SEEDING = threading.Lock()
 
 
 @contextmanager
-def _captum() -> Iterator[None]:
-    """Keeps captum's remarks on the hooks that it sets and takes away to itself."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield
-
-
-@contextmanager
 def seeded(seed: int) -> Iterator[None]:
     """Global generators that start from a seed, and are afterwards as they were."""
-    with _SEEDING, torch.random.fork_rng(devices=[]), _captum():
+    with _SEEDING, torch.random.fork_rng(devices=[]), quietly():
         before = np.random.get_state()  # noqa: NPY002 - it is numpy's global generator that captum draws from
         torch.manual_seed(seed)
         np.random.seed(seed)  # noqa: NPY002

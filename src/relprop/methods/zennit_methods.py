@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import warnings
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from relprop.methods.method import Method, extra
 from relprop.methods.unshared import shadow
+from relprop.quiet import quietly
 
 
 def _epsilon_plus_flat(model: nn.Module, x: Tensor, target: Tensor) -> Tensor:
@@ -17,8 +16,7 @@ def _epsilon_plus_flat(model: nn.Module, x: Tensor, target: Tensor) -> Tensor:
     # zennit merges batch norms into the weights before them, so the twin has weights of its own.
     twin = shadow(model, own_weights=True)
     composite = composites.EpsilonPlusFlat(canonizers=[canonizers.ResNetCanonizer()])
-    with warnings.catch_warnings(), composite.context(twin) as hooked:
-        warnings.simplefilter("ignore")
+    with quietly(), composite.context(twin) as hooked:
         output = hooked(x.requires_grad_())
         start = F.one_hot(target, output.shape[1]).to(output)
         (relevance,) = torch.autograd.grad(output, x, start)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import warnings
 from collections.abc import Sequence
 from operator import itemgetter
 from typing import Any
@@ -16,6 +15,7 @@ from relprop.compat import import_torchvision
 from relprop.errors import RelpropError
 from relprop.metrics.ranking import Ranking, Reduction, heat, numbered, seed_of
 from relprop.metrics.scorer import Probabilities, classes, fastest, probabilities
+from relprop.quiet import quietly
 
 __all__ = ["road"]
 
@@ -72,9 +72,8 @@ def road(
     chosen = classes(target, probabilities(score, x.detach())).tolist()
     measure = combined(list(percentiles))
     result = []
-    with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
-        # It hands tensors to numpy in a way that newer versions of numpy remark on, once for every mask.
-        warnings.simplefilter("ignore", DeprecationWarning)
+    # It hands tensors to numpy in a way that newer versions of numpy remark on, once for every mask.
+    with torch.random.fork_rng(devices=[]), quietly():
         for image, number in enumerate(numbers):
             torch.manual_seed(seed_of(seed, number))
             last = ranking.positions(image, 0).reshape(values.shape[1:]).double() / max(1, ranking.size - 1)

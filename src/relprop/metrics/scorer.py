@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
-import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from copy import deepcopy
 from typing import Any, TypeAlias
 from weakref import WeakKeyDictionary
@@ -20,6 +18,7 @@ from torch import Tensor, fx, nn
 
 from relprop import requests
 from relprop.errors import RelpropError
+from relprop.quiet import quietly
 from relprop.state import State, undisturbed
 
 __all__ = ["Engine", "Probabilities", "Scorer", "classes", "fastest", "probabilities"]
@@ -266,7 +265,7 @@ def _built(module: nn.Module, probe: Tensor, engines: tuple[str, ...], precision
     """The engines that can be built."""
     dtype, suffix = (torch.bfloat16, "-bf16") if precision == "bf16" else (probe.dtype, "")
     try:
-        with _quietly():
+        with quietly():
             folded = _folded(module) if precision == "float32" else _halved(_folded(module))
     except Exception:  # a model that cannot be copied is scored as it is
         return
@@ -274,7 +273,8 @@ def _built(module: nn.Module, probe: Tensor, engines: tuple[str, ...], precision
         yield f"folded{suffix}", _Copy(folded, dtype)
     if "frozen" in engines:
         try:
-            with _quietly(), torch.no_grad():
+            # TorchScript announces that it will be replaced; where it is gone, the engine is simply not there.
+            with quietly(), torch.no_grad():
                 frozen = _frozen(folded, _laid_out(probe.to(dtype)))
         except Exception:  # what cannot be traced is not used
             return
@@ -349,11 +349,3 @@ def _probe(example: Tensor) -> Tensor:
     flat[:, : flat.shape[1] // 2] = 0.0
     images[1::2] = flat.reshape(images[1::2].shape)
     return images
-
-
-@contextmanager
-def _quietly() -> Iterator[None]:
-    """TorchScript announces that it will be replaced; where it is gone, the engine is simply not there."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield
