@@ -16,6 +16,7 @@ from torch.nn import functional as F
 import relprop
 from relprop import fused, merges
 from relprop.compat import import_torchvision
+from relprop.dues import Due
 from relprop.forward import Forward
 from relprop.pools import Pool, Sliding
 
@@ -39,6 +40,19 @@ def drawn(request: pytest.FixtureRequest) -> tuple[Tensor, Tensor, Tensor]:
     return tensor(*shape), tensor(*shape), r
 
 
+@pytest.fixture(params=["whole", "product", "both"])
+def come(request: pytest.FixtureRequest, drawn: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor | Due, Tensor, Tensor]:
+    """Relevance in the three ways that it comes; what it is; and its product, zero where there is none."""
+    a, _, r = drawn
+    a = a.flip(1).contiguous(memory_format=torch.channels_last) if a.ndim == 4 else a.flip(1)
+    if request.param == "whole":
+        return r, r, torch.zeros_like(r)
+    more = r.flip(2) if request.param == "both" else None
+    more = None if more is None else torch.empty_like(r).copy_(more)
+    product = r * a
+    return Due(r.clone(), a, more), product if more is None else more + product, product
+
+
 def summed(t: Tensor) -> Tensor:
     return t.double().flatten(2).sum(2)
 
@@ -48,21 +62,35 @@ def assert_sums(found: Tensor, *expected: Tensor) -> None:
         torch.testing.assert_close(sums, summed(t), rtol=0, atol=1e-6 * float(summed(t.abs()).max()) + 1e-12)
 
 
+def assert_known(come: Tensor | Due, product: Tensor) -> None:
+    """The sums of a product are known, if there was one."""
+    if isinstance(come, Due):
+        assert come.sums is not None
+        assert_sums(torch.stack(come.sums), product, product.abs())
+
+
+Come = tuple[Tensor | Due, Tensor, Tensor]
+
+
 @compiled
 class TestSteps:
-    def test_a_split_by_magnitude(self, drawn: tuple[Tensor, Tensor, Tensor]) -> None:
-        a, b, r = drawn
+    def test_a_split_by_magnitude(self, drawn: tuple[Tensor, Tensor, Tensor], come: Come) -> None:
+        a, b, _ = drawn
+        whole, r, product = come
         x, y = torch.empty_like(r), torch.empty_like(r)
-        sums = fused.split_by_magnitude(a, b, r, x, y)
+        sums = fused.split_by_magnitude(a, b, whole, x, y)
+        assert_known(whole, product)
         share = (a.abs() / (a.abs() + b.abs())).nan_to_num(0.5) * r
         assert torch.equal(x, share)
         assert torch.equal(y, r - share)
         assert_sums(sums, x, y, x.abs(), y.abs())
 
-    def test_a_split_by_value(self, drawn: tuple[Tensor, Tensor, Tensor]) -> None:
-        a, b, r = drawn
+    def test_a_split_by_value(self, drawn: tuple[Tensor, Tensor, Tensor], come: Come) -> None:
+        a, b, _ = drawn
+        whole, r, product = come
         x, y = torch.empty_like(r), torch.empty_like(r)
-        sums = fused.split_by_value(a, b, r, x, y, 1e-3)
+        sums = fused.split_by_value(a, b, whole, x, y, 1e-3)
+        assert_known(whole, product)
         eps = torch.copysign(torch.tensor(1e-3), a + b)
         s = r / (a + b + eps)
         assert torch.equal(x, a * s)
@@ -70,33 +98,46 @@ class TestSteps:
         assert_sums(sums, x, y, x.abs(), y.abs(), s * eps)
 
     @pytest.mark.parametrize("lost", [True, False])
-    def test_a_division(self, drawn: tuple[Tensor, Tensor, Tensor], lost: bool) -> None:
-        z, _, r = drawn
-        r = r if lost else r * (z != 0)
+    def test_a_division(self, drawn: tuple[Tensor, Tensor, Tensor], come: Come, lost: bool) -> None:
+        z, *_ = drawn
+        whole, r, product = come
+        z = z if lost else torch.where(z == 0, 1, z)
         s = torch.empty_like(r)
-        assert fused.divide(r, z, s, 1e-30) == lost
+        assert fused.divide(whole, z, s, 1e-30) == lost
+        assert_known(whole, product)
         assert torch.equal(s, torch.where(z == 0, 0, r / z))
 
     @pytest.mark.parametrize("biased", [True, False])
     @pytest.mark.parametrize("per_sample", [True, False])
-    def test_a_stabilised_division(self, drawn: tuple[Tensor, Tensor, Tensor], biased: bool, per_sample: bool) -> None:
-        z, _, r = drawn
+    def test_a_stabilised_division(
+        self, drawn: tuple[Tensor, Tensor, Tensor], come: Come, biased: bool, per_sample: bool
+    ) -> None:
+        z, *_ = drawn
+        whole, r, product = come
         eps = torch.linspace(0.1, 0.2, len(z)) if per_sample else torch.tensor(0.1)
         bias = torch.linspace(-1, 1, z.shape[1]) if biased else None
         s = torch.empty_like(r)
-        sums = fused.steady(r, z, s, eps, bias)
+        sums = fused.steady(whole, z, s, eps, bias)
+        assert_known(whole, product)
         wide = torch.copysign(eps.reshape(-1, *[1] * (z.ndim - 1)), z)
         expected = r / (z + wide)
         assert torch.equal(s, expected)
         shared = torch.zeros_like(s) if bias is None else s * bias.reshape(-1, *[1] * (z.ndim - 2))
         assert_sums(sums, s * wide, shared)
 
-    def test_a_product(self, drawn: tuple[Tensor, Tensor, Tensor]) -> None:
+    def test_a_product(self, come: Come) -> None:
+        whole, r, product = come
+        assert torch.equal(fused.taken(whole), r)
+        assert_known(whole, product)
+
+    def test_a_quotient_over_the_factor(self, drawn: tuple[Tensor, Tensor, Tensor]) -> None:
+        """A ReLU's output may be both what a product is due with and what the next rule divides by and writes over."""
         a, _, r = drawn
-        expected = r * a
-        sums = fused.weigh(r, a)
-        assert torch.equal(r, expected)
-        assert_sums(sums, expected, expected.abs())
+        r, z = r[:1], a.relu()
+        expected = r * z / (z + 0.1)
+        s = z[None]
+        fused.steady(Due(r.clone(), z), z, s, torch.tensor(0.1), None)
+        assert torch.equal(s, expected)
 
     def test_a_measure(self, drawn: tuple[Tensor, Tensor, Tensor]) -> None:
         *_, r = drawn
@@ -170,9 +211,16 @@ def test_explanations_are_the_same_with_and_without(preset: str, in_steps: Calla
     net, x = import_torchvision().models.resnet18(num_classes=4).eval(), torch.rand(2, 3, 64, 64)
     one = relprop.explain(net, x, target=1, preset=preset)
     several = relprop.explain(net, x, target=torch.tensor([[0, 1], [2, 1]]), preset=preset)
+    strict = relprop.explain(net, x, target=1, preset=preset, strict=True)
+    assert torch.equal(one.relevance, strict.relevance)
     in_steps()
     plain = relprop.explain(net, x, target=1, preset=preset)
     assert torch.equal(one.relevance, plain.relevance)
+    assert one.ledger.edges.keys() == plain.ledger.edges.keys()
+    for edge, sums in one.ledger.edges.items():
+        size = 1e-6 * float(sums[1].max())
+        for mine, other in zip(sums, plain.ledger.edges[edge], strict=True):
+            torch.testing.assert_close(mine, other, rtol=0, atol=size)
     both = relprop.explain(net, x, target=torch.tensor([[0, 1], [2, 1]]), preset=preset)
     near = 1e-5 * float(both.relevance.abs().max())
     torch.testing.assert_close(several.relevance, both.relevance, rtol=0, atol=near)

@@ -106,8 +106,11 @@ class Convolution(LinearMap):
         if len(phases) == 1 and phases[0][2] is not None:
             return self._phase(s, phases[0]).reshape(targets, -1, *shape)
         result = torch.empty((len(s), *shape), dtype=s.dtype, memory_format=torch.channels_last)
-        for phase in phases:  # zero is what no output sees
-            result[phase[0]] = 0 if phase[2] is None else self._phase(s, phase)
+        if any(kernel is None for *_, kernel in phases):
+            result.zero_()  # what no output sees
+        for phase in phases:
+            if phase[2] is not None:
+                result[phase[0]] = self._phase(s, phase)
         return result.reshape(targets, -1, *shape)
 
     @staticmethod

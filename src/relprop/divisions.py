@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from relprop import fused
+from relprop.dues import Due
 from relprop.ledger import total
 from relprop.maps import LinearMap, Transform
 from relprop.tiles import tileable, tiles
@@ -31,7 +32,7 @@ def per_target(function: Callable[..., Tensor], s: Tensor, *args: Any) -> Tensor
     return result
 
 
-def steadied(r: Tensor, z: Tensor, eps: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
+def steadied(r: Tensor | Due, z: Tensor, eps: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
     """Divides by ``z + eps sign(z)``, with the bias in ``z``, which is written over where that can be.
 
     Args:
@@ -44,18 +45,26 @@ def steadied(r: Tensor, z: Tensor, eps: Tensor, bias: Tensor | None) -> tuple[Te
         The quotient; and what eps and the bias take, ``(T, B)``.
     """
     if fused.fits(z, r=r):
-        s = z[None] if len(r) == 1 else torch.empty_like(r)
+        s = _room(r, z)
         beside = bias is not None and _a_channel(bias, s) and s.stride(2) == 1
         taken, biased = fused.steady(r, z, s, eps, bias if beside else None)
         if bias is not None and beside:
             return s, taken, biased
-    elif len(r) == 1 and tileable(r[0], z):
-        s, taken = _in_pieces(r[0], z, eps)
     else:
-        eps = torch.where(z < 0, -eps, eps)
-        s = r / (z + eps)
-        taken = total(s * eps)
+        r = fused.taken(r)
+        if len(r) == 1 and tileable(r[0], z):
+            s, taken = _in_pieces(r[0], z, eps)
+        else:
+            eps = torch.where(z < 0, -eps, eps)
+            s = r / (z + eps)
+            taken = total(s * eps)
     return s, taken, None if bias is None else shared(s, bias)
+
+
+def _room(r: Tensor | Due, z: Tensor) -> Tensor:
+    """Where a quotient goes: over the denominators, if there is one target."""
+    above = r.c if isinstance(r, Due) else r
+    return z[None] if len(above) == 1 else torch.empty_like(above)
 
 
 def _in_pieces(r: Tensor, z: Tensor, eps: Tensor) -> tuple[Tensor, Tensor]:
@@ -81,22 +90,18 @@ def shared(s: Tensor, bias: Tensor) -> Tensor:
 
 def shares(
     linear: LinearMap, s: Tensor, transform: Transform, shape: Sequence[int], times: Tensor | None
-) -> tuple[Tensor, Sequence[Tensor]]:
-    """What the inputs get of quotients, times the inputs if they count.
-
-    Returns:
-        It, and its sums with those of its magnitudes, ``(T, B)`` each, where they cost nothing.
-    """
+) -> Tensor | Due:
+    """What the inputs get of quotients, times the inputs if they count: due, where whoever needs it can take that."""
     c = linear.shares(s, transform, shape)
     if times is None:
-        return c, ()
+        return c
     if fused.fits(times, r=c):
-        return c, tuple(fused.weigh(c, times))
-    return (c * times if 0 in c.stride() else c.mul_(times)), ()  # a mean's is an expanded view
+        return Due(c, times)
+    return c * times if 0 in c.stride() else c.mul_(times)  # a mean's is an expanded view
 
 
 def divide(
-    linear: LinearMap, r: Tensor, z: Tensor, shape: Sequence[int], absorbed: dict[str, Tensor]
+    linear: LinearMap, r: Tensor | Due, z: Tensor, shape: Sequence[int], absorbed: dict[str, Tensor]
 ) -> tuple[Tensor, Tensor | None]:
     """Divides relevance by exact denominators.
 
@@ -105,11 +110,12 @@ def divide(
     """
     threshold = tiny(z.dtype)
     if fused.fits(z, r=r):
-        s = z[None] if len(r) == 1 else torch.empty_like(r)
+        s = _room(r, z)
         if not fused.divide(r, z, s, threshold):
             return s, None
-        orphaned = r * (s == 0)
+        orphaned = fused.taken(r) * (s == 0)
     else:
+        r = fused.taken(r)
         low = z.amin() if z.device.type == "cpu" else None  # an accelerator would have to stop for the answer
         # Denominators have one sign within a part, so the one nearest to zero is at one end.
         if low is not None and (low > threshold or z.amax() < -threshold):

@@ -8,201 +8,203 @@
 #include <stdint.h>
 
 #define ROW 256
+#define KINDS 7
+#define INLINE static inline __attribute__((always_inline))
 
 typedef int64_t count;
 
+/* What a step reads and writes. Relevance R is r where there is no factor; with one, it is a product that has not been
+   taken yet, c a, or r + c a where there is r. Values one and two, results x and y. */
 typedef struct {
-    count begin, end;
-} span;
+    const float *r, *c, *a, *one, *two;
+    float *x, *y;
+    const float *eps, *bias; /* for each sample; for each of `channels` that are neighbours in memory, or none */
+    double *sums;
+    count channels, targets, samples, size, chunks;
+    float threshold;
+    int threads;
+} work;
+
+/* Some neighbours: where they are in relevance and in values, and how many. A step adds their sums, of c a and |c a|
+   first. */
+typedef void step(const work *w, count at, count from, count length, double *sum);
 
 static count least(count a, count b) { return a < b ? a : b; }
 
-static span part(count size, count chunks, count chunk)
+static void each(const work *w, step *take, int kinds)
 {
-    count rows = (size + ROW - 1) / ROW;
-    span found = {rows * chunk / chunks * ROW, least(rows * (chunk + 1) / chunks * ROW, size)};
-    return found;
-}
-
-/* Leaves the sums over the chunks in front. */
-static void gather(double *sums, count wanted, count chunks)
-{
-    for (count i = 0; i < wanted; i++) {
-        double sum = 0;
-        for (count chunk = 0; chunk < chunks; chunk++)
-            sum += sums[i * chunks + chunk];
-        sums[i] = sum;
+    count items = w->targets * w->samples, rows = (w->size + ROW - 1) / ROW;
+#pragma omp parallel for collapse(2) num_threads(w->threads) if (w->samples * w->chunks > 1)
+    for (count sample = 0; sample < w->samples; sample++)
+        for (count chunk = 0; chunk < w->chunks; chunk++) {
+            count begin = rows * chunk / w->chunks * ROW;
+            count end = least(rows * (chunk + 1) / w->chunks * ROW, w->size);
+            for (count target = 0; target < w->targets; target++) {
+                count item = target * w->samples + sample, length;
+                double sum[KINDS] = {0};
+                for (count row = begin; row < end; row += length) {
+                    count beside = w->bias ? w->channels - row % w->channels : ROW;
+                    length = least(least(ROW, beside), end - row);
+                    take(w, item * w->size + row, sample * w->size + row, length, sum);
+                }
+                for (int kind = 0; kind < kinds; kind++)
+                    w->sums[(kind * items + item) * w->chunks + chunk] = sum[kind];
+            }
+        }
+    for (count i = 0; i < kinds * items; i++) {
+        double all = 0;
+        for (count chunk = 0; chunk < w->chunks; chunk++)
+            all += w->sums[i * w->chunks + chunk];
+        w->sums[i] = all;
     }
 }
 
-/* By magnitude: x = |a| / (|a| + |b|) r, halves where both are zero, and y = r - x. By value: x = a s and y = b s with
-   s = r / (a + b + eps sign(a + b)). Sums of x, y, |x|, |y|, and of what eps takes. */
-void split(const float *a, const float *b, const float *r, float *x, float *y, count targets, count samples, count size,
-           count chunks, int threads, double *sums, int by_value, float eps)
+/* The ways in which relevance comes. A step for any of them is compiled for each, so that its loops have no branches. */
+enum { WHOLE, PRODUCT, BOTH };
+
+#define ANY_WAY(name, kinds)                                                                                           \
+    static void name##_row(const work *w, count at, count from, count length, double *sum)                             \
+    {                                                                                                                  \
+        if (!w->a)                                                                                                     \
+            name##_by(WHOLE, w, at, from, length, sum);                                                                \
+        else if (!w->r)                                                                                                \
+            name##_by(PRODUCT, w, at, from, length, sum);                                                              \
+        else                                                                                                           \
+            name##_by(BOTH, w, at, from, length, sum);                                                                 \
+    }                                                                                                                  \
+    void name(const work *w) { each(w, name##_row, kinds); }
+
+/* Declares what a step needs of relevance, and R at a place, whose product p is summed up. */
+#define RELEVANCE                                                                                                      \
+    const float *r = w->r + at, *c = w->c + at, *a = w->a + from;                                                      \
+    float u = 0, abs_u = 0;
+#define TAKE(R)                                                                                                        \
+    float p = way == WHOLE ? 0 : c[i] * a[i], R = way == WHOLE ? r[i] : way == PRODUCT ? p : r[i] + p;                 \
+    u += p;                                                                                                            \
+    abs_u += fabsf(p);
+#define TAKEN                                                                                                          \
+    sum[0] += u;                                                                                                       \
+    sum[1] += abs_u;
+
+/* x = |one| / (|one| + |two|) R, halves where both are zero, and y = R - x; or, by value, x = one s and y = two s with
+   s = R / (one + two + eps sign(one + two)). Sums of x, y, |x|, |y|, and of what eps takes. */
+INLINE void split_by(int way, int by_value, const work *w, count at, count from, count length, double *sum)
 {
-    count kind = targets * samples * chunks;
-#pragma omp parallel for collapse(2) num_threads(threads) if (samples * chunks > 1)
-    for (count sample = 0; sample < samples; sample++)
-        for (count chunk = 0; chunk < chunks; chunk++) {
-            span at = part(size, chunks, chunk);
-            const float *one = a + sample * size, *two = b + sample * size;
-            for (count target = 0; target < targets; target++) {
-                count item = target * samples + sample;
-                const float *whole = r + item * size;
-                float *mine = x + item * size, *rest = y + item * size;
-                double *sum = sums + item * chunks + chunk;
-                for (int k = 0; k < 5; k++)
-                    sum[k * kind] = 0;
-                for (count row = at.begin; row < at.end; row += ROW) {
-                    float u = 0, v = 0, abs_u = 0, abs_v = 0, taken = 0;
-#pragma omp simd reduction(+ : u, v, abs_u, abs_v, taken)
-                    for (count i = row; i < least(row + ROW, at.end); i++) {
-                        float all = whole[i], share, other;
-                        if (by_value) {
-                            float both = one[i] + two[i], steady = copysignf(eps, both), s = all / (both + steady);
-                            share = one[i] * s;
-                            other = two[i] * s;
-                            taken += steady * s;
-                        } else {
-                            float weight = fabsf(one[i]), both = weight + fabsf(two[i]);
-                            share = both == 0 ? 0.5f * all : weight / both * all;
-                            other = all - share;
-                        }
-                        mine[i] = share;
-                        rest[i] = other;
-                        u += share;
-                        v += other;
-                        abs_u += fabsf(share);
-                        abs_v += fabsf(other);
-                    }
-                    sum[0] += u;
-                    sum[kind] += v;
-                    sum[2 * kind] += abs_u;
-                    sum[3 * kind] += abs_v;
-                    sum[4 * kind] += taken;
-                }
-            }
+    RELEVANCE
+    const float *one = w->one + from, *two = w->two + from, eps = w->threshold;
+    float *x = w->x + at, *y = w->y + at, v = 0, z = 0, abs_v = 0, abs_z = 0, taken = 0;
+#pragma omp simd reduction(+ : u, abs_u, v, z, abs_v, abs_z, taken)
+    for (count i = 0; i < length; i++) {
+        TAKE(all)
+        float share, other;
+        if (by_value) {
+            float both = one[i] + two[i], steady = copysignf(eps, both), s = all / (both + steady);
+            share = one[i] * s;
+            other = two[i] * s;
+            taken += steady * s;
+        } else {
+            float weight = fabsf(one[i]), both = weight + fabsf(two[i]);
+            share = both == 0 ? 0.5f * all : weight / both * all;
+            other = all - share;
         }
-    gather(sums, 5 * targets * samples, chunks);
+        x[i] = share;
+        y[i] = other;
+        v += share;
+        z += other;
+        abs_v += fabsf(share);
+        abs_z += fabsf(other);
+    }
+    TAKEN
+    sum[2] += v;
+    sum[3] += z;
+    sum[4] += abs_v;
+    sum[5] += abs_z;
+    sum[6] += taken;
 }
 
-/* s = r / z, zero where |z| is not above the threshold; sums of how many such places have relevance. */
-void divide(const float *r, const float *z, float *s, count targets, count samples, count size, count chunks,
-            int threads, double *sums, float threshold)
+INLINE void split_by_magnitude_by(int way, const work *w, count at, count from, count length, double *sum)
 {
-#pragma omp parallel for collapse(2) num_threads(threads) if (samples * chunks > 1)
-    for (count sample = 0; sample < samples; sample++)
-        for (count chunk = 0; chunk < chunks; chunk++) {
-            span at = part(size, chunks, chunk);
-            const float *below = z + sample * size;
-            for (count target = 0; target < targets; target++) {
-                count item = target * samples + sample;
-                const float *above = r + item * size;
-                float *quotient = s + item * size;
-                int lost = 0;
-#pragma omp simd reduction(+ : lost)
-                for (count i = at.begin; i < at.end; i++) {
-                    int dead = fabsf(below[i]) <= threshold;
-                    float q = above[i] / below[i];
-                    lost += dead && above[i] != 0;
-                    quotient[i] = dead ? 0 : q;
-                }
-                sums[item * chunks + chunk] = lost;
-            }
-        }
-    gather(sums, targets * samples, chunks);
+    split_by(way, 0, w, at, from, length, sum);
 }
 
-/* s = r / (z + eps sign(z)), with an eps for each sample; sums of what eps takes and, if there is a bias for each of
-   `channels` neighbours in memory, of s times the bias. */
-void steady(const float *r, const float *z, float *s, const float *eps, const float *bias, count channels, count targets,
-            count samples, count size, count chunks, int threads, double *sums)
+INLINE void split_by_value_by(int way, const work *w, count at, count from, count length, double *sum)
+{
+    split_by(way, 1, w, at, from, length, sum);
+}
+
+/* x = R / one, zero where |one| is not above the threshold; sums of how many such places have relevance. */
+INLINE void divide_by(int way, const work *w, count at, count from, count length, double *sum)
+{
+    RELEVANCE
+    const float *below = w->one + from, threshold = w->threshold;
+    float *x = w->x + at;
+    int lost = 0;
+#pragma omp simd reduction(+ : u, abs_u, lost)
+    for (count i = 0; i < length; i++) {
+        TAKE(above)
+        int dead = fabsf(below[i]) <= threshold;
+        float q = above / below[i];
+        lost += dead && above != 0;
+        x[i] = dead ? 0 : q;
+    }
+    TAKEN
+    sum[2] += lost;
+}
+
+/* x = R / (one + eps sign(one)); sums of what eps takes, and of x times the bias. */
+INLINE void steady_by(int way, const work *w, count at, count from, count length, double *sum)
 {
     static const float none[ROW];
-    count kind = targets * samples * chunks;
-#pragma omp parallel for collapse(2) num_threads(threads) if (samples * chunks > 1)
-    for (count sample = 0; sample < samples; sample++)
-        for (count chunk = 0; chunk < chunks; chunk++) {
-            span at = part(size, chunks, chunk);
-            for (count target = 0; target < targets; target++) {
-                count item = target * samples + sample, length;
-                double *sum = sums + item * chunks + chunk;
-                sum[0] = sum[kind] = 0;
-                for (count row = at.begin; row < at.end; row += length) {
-                    count channel = bias ? row % channels : 0;
-                    length = least(bias ? least(ROW, channels - channel) : ROW, at.end - row);
-                    const float *above = r + item * size + row, *below = z + sample * size + row;
-                    const float *shift = bias ? bias + channel : none;
-                    float *quotient = s + item * size + row, taken = 0, biased = 0;
-#pragma omp simd reduction(+ : taken, biased)
-                    for (count i = 0; i < length; i++) {
-                        float steady = copysignf(eps[sample], below[i]), q = above[i] / (below[i] + steady);
-                        quotient[i] = q;
-                        taken += steady * q;
-                        biased += shift[i] * q;
-                    }
-                    sum[0] += taken;
-                    sum[kind] += biased;
-                }
-            }
-        }
-    gather(sums, 2 * targets * samples, chunks);
+    RELEVANCE
+    const float *below = w->one + from, *bias = w->bias ? w->bias + from % w->channels : none;
+    const float eps = w->eps[from / w->size];
+    float *x = w->x + at, taken = 0, biased = 0;
+#pragma omp simd reduction(+ : u, abs_u, taken, biased)
+    for (count i = 0; i < length; i++) {
+        TAKE(above)
+        float steady = copysignf(eps, below[i]), q = above / (below[i] + steady);
+        x[i] = q;
+        taken += steady * q;
+        biased += bias[i] * q;
+    }
+    TAKEN
+    sum[2] += taken;
+    sum[3] += biased;
 }
+
+/* x = R. */
+INLINE void weigh_by(int way, const work *w, count at, count from, count length, double *sum)
+{
+    RELEVANCE
+    float *x = w->x + at;
+#pragma omp simd reduction(+ : u, abs_u)
+    for (count i = 0; i < length; i++) {
+        TAKE(all)
+        x[i] = all;
+    }
+    TAKEN
+}
+
+ANY_WAY(split_by_magnitude, 7)
+ANY_WAY(split_by_value, 7)
+ANY_WAY(divide, 3)
+ANY_WAY(steady, 4)
+ANY_WAY(weigh, 2)
 
 /* Sums of r and |r|. */
-void measure(const float *r, count targets, count samples, count size, count chunks, int threads, double *sums)
+static void measure_row(const work *w, count at, count from, count length, double *sum)
 {
-    count kind = targets * samples * chunks;
-#pragma omp parallel for collapse(2) num_threads(threads) if (samples * chunks > 1)
-    for (count item = 0; item < targets * samples; item++)
-        for (count chunk = 0; chunk < chunks; chunk++) {
-            span at = part(size, chunks, chunk);
-            double *sum = sums + item * chunks + chunk;
-            sum[0] = sum[kind] = 0;
-            for (count row = at.begin; row < at.end; row += ROW) {
-                float u = 0, abs_u = 0;
+    const float *r = w->r + at;
+    float u = 0, abs_u = 0;
 #pragma omp simd reduction(+ : u, abs_u)
-                for (count i = row; i < least(row + ROW, at.end); i++) {
-                    u += r[item * size + i];
-                    abs_u += fabsf(r[item * size + i]);
-                }
-                sum[0] += u;
-                sum[kind] += abs_u;
-            }
-        }
-    gather(sums, 2 * targets * samples, chunks);
+    for (count i = 0; i < length; i++) {
+        u += r[i];
+        abs_u += fabsf(r[i]);
+    }
+    TAKEN
 }
 
-/* r = r a, in place; sums of r and |r|. */
-void weigh(float *r, const float *a, count targets, count samples, count size, count chunks, int threads, double *sums)
-{
-    count kind = targets * samples * chunks;
-#pragma omp parallel for collapse(2) num_threads(threads) if (samples * chunks > 1)
-    for (count sample = 0; sample < samples; sample++)
-        for (count chunk = 0; chunk < chunks; chunk++) {
-            span at = part(size, chunks, chunk);
-            const float *factor = a + sample * size;
-            for (count target = 0; target < targets; target++) {
-                count item = target * samples + sample;
-                float *product = r + item * size;
-                double *sum = sums + item * chunks + chunk;
-                sum[0] = sum[kind] = 0;
-                for (count row = at.begin; row < at.end; row += ROW) {
-                    float u = 0, abs_u = 0;
-#pragma omp simd reduction(+ : u, abs_u)
-                    for (count i = row; i < least(row + ROW, at.end); i++) {
-                        float p = product[i] * factor[i];
-                        product[i] = p;
-                        u += p;
-                        abs_u += fabsf(p);
-                    }
-                    sum[0] += u;
-                    sum[kind] += abs_u;
-                }
-            }
-        }
-    gather(sums, 2 * targets * samples, chunks);
-}
+void measure(const work *w) { each(w, measure_row, 2); }
 
 /* Hands the relevance r of a max pool's windows to the largest of their inputs a, evenly among those that equal the
    output y: x. s has room for as much as r. The channels of a place are neighbours in memory, and places on two axes

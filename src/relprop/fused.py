@@ -17,11 +17,13 @@ import tempfile
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from relprop.cache import folder
+from relprop.dues import Due
 from relprop.tiles import tileable
 
 _SOURCE = Path(__file__).with_name("fused.c")
@@ -33,42 +35,55 @@ _OPENMP = "libgomp.so.1"
 """With another OpenMP than torch's, two sets of threads would wait for the same processors."""
 
 
-def fits(*values: Tensor, r: Tensor) -> bool:
+class _Work(ctypes.Structure):
+    """What a step reads and writes, as ``fused.c`` has it."""
+
+    _fields_: ClassVar = [
+        *((name, ctypes.c_void_p) for name in ("r", "c", "a", "one", "two", "x", "y", "eps", "bias", "sums")),
+        *((name, ctypes.c_int64) for name in ("channels", "targets", "samples", "size", "chunks")),
+        ("threshold", ctypes.c_float),
+        ("threads", ctypes.c_int),
+    ]
+
+
+def fits(*values: Tensor, r: Tensor | Due) -> bool:
     """Whether the functions below take values ``(B, ...)`` and relevance ``(T, B, ...)``, and are there."""
+    if isinstance(r, Due):  # its own parts fit each other
+        r = r.c
     if r.dtype != torch.float32 or any(v.dtype != torch.float32 for v in values) or not tileable(*values, r[0]):
         return False
     packed = len(r) == 1 or r.stride(0) == r[0].numel()
     return packed and r.numel() > 0 and library() is not None
 
 
-def split_by_magnitude(a: Tensor, b: Tensor, r: Tensor, x: Tensor, y: Tensor) -> Tensor:
+def split_by_magnitude(a: Tensor, b: Tensor, r: Tensor | Due, x: Tensor, y: Tensor) -> Tensor:
     """Writes ``x = |a| / (|a| + |b|) r``, halves for 0/0, and ``y = r - x``.
 
     Returns:
         The sums of ``x``, ``y`` and of their magnitudes, ``(4, T, B)``.
     """
-    return _call("split", 5, r, [a, b, r, x, y], ctypes.c_int(0), ctypes.c_float(0))[:4]
+    return _call("split_by_magnitude", 7, r, one=a, two=b, x=x, y=y)[2:6]
 
 
-def split_by_value(a: Tensor, b: Tensor, r: Tensor, x: Tensor, y: Tensor, eps: float) -> Tensor:
+def split_by_value(a: Tensor, b: Tensor, r: Tensor | Due, x: Tensor, y: Tensor, eps: float) -> Tensor:
     """Writes ``x = a s`` and ``y = b s`` with ``s = r / (a + b + eps sign(a + b))``.
 
     Returns:
         The sums of ``x``, ``y``, of their magnitudes, and of what ``eps`` takes, ``(5, T, B)``.
     """
-    return _call("split", 5, r, [a, b, r, x, y], ctypes.c_int(1), ctypes.c_float(eps))
+    return _call("split_by_value", 7, r, one=a, two=b, x=x, y=y, threshold=eps)[2:]
 
 
-def divide(r: Tensor, z: Tensor, s: Tensor, threshold: float) -> bool:
+def divide(r: Tensor | Due, z: Tensor, s: Tensor, threshold: float) -> bool:
     """Writes ``s = r / z``, zero where ``|z|`` is not above a threshold; ``s`` may be ``z`` for one target.
 
     Returns:
         Whether there is relevance at such places.
     """
-    return bool(_call("divide", 1, r, [r, z, s], ctypes.c_float(threshold)).any())
+    return bool(_call("divide", 3, r, one=z, x=s, threshold=threshold)[2].any())
 
 
-def steady(r: Tensor, z: Tensor, s: Tensor, eps: Tensor, bias: Tensor | None) -> Tensor:
+def steady(r: Tensor | Due, z: Tensor, s: Tensor, eps: Tensor, bias: Tensor | None) -> Tensor:
     """Writes ``s = r / (z + eps sign(z))``.
 
     Args:
@@ -82,23 +97,21 @@ def steady(r: Tensor, z: Tensor, s: Tensor, eps: Tensor, bias: Tensor | None) ->
         The sums of what ``eps`` takes, and of ``s`` times the bias, ``(2, T, B)``.
     """
     each = eps.flatten().expand(len(z)).contiguous()
-    channels = ctypes.c_int64(0 if bias is None else bias.numel())
     flat = None if bias is None else bias.flatten().contiguous()
-    return _call("steady", 2, r, [r, z, s, each, flat, channels])
+    return _call("steady", 4, r, one=z, x=s, eps=each, bias=flat, channels=0 if flat is None else len(flat))[2:]
 
 
-def weigh(r: Tensor, a: Tensor) -> Tensor:
-    """Multiplies relevance with values, in place.
-
-    Returns:
-        The sums of the product and of its magnitudes, ``(2, T, B)``.
-    """
-    return _call("weigh", 2, r, [r, a])
+def taken(r: Tensor | Due) -> Tensor:
+    """Relevance, with the product taken, in place, if one is due."""
+    if isinstance(r, Tensor):
+        return r
+    _call("weigh", 2, r, x=r.c)
+    return r.c
 
 
 def measure(r: Tensor) -> Tensor:
     """The sums of relevance and of its magnitudes, ``(2, T, B)``."""
-    return _call("measure", 2, r, [r])
+    return _call("measure", 2, r)
 
 
 def winners(a: Tensor, y: Tensor, r: Tensor, windows: Sequence[Sequence[int]]) -> Tensor | None:
@@ -129,19 +142,25 @@ def winners(a: Tensor, y: Tensor, r: Tensor, windows: Sequence[Sequence[int]]) -
     return result
 
 
-def _call(name: str, kinds: int, r: Tensor, arguments: Sequence[object], *more: object) -> Tensor:
-    """Calls a function with pointers, sizes and room for its sums, chunk by chunk, which it leaves in front."""
+def _call(name: str, kinds: int, r: Tensor | Due, **more: Tensor | float | None) -> Tensor:
+    """Calls a function; returns its sums, ``(kinds, T, B)``, of which the first two are those of a product."""
     compiled = library()
     assert compiled is not None
-    size = r[0, 0].numel()
+    parts = {"r": r.r, "c": r.c, "a": r.a} if isinstance(r, Due) else {"r": r}
+    c = r.c if isinstance(r, Due) else r
+    targets, samples = c.shape[:2]
+    wanted, size = kinds * targets * samples, c.numel() // (targets * samples)
     chunks = -(-size // _CHUNK)
-    wanted = kinds * r.shape[0] * r.shape[1]
-    sums = torch.empty(wanted * chunks, dtype=torch.float64, device="cpu")
-    pointers = [ctypes.c_void_p(v.data_ptr()) if isinstance(v, Tensor) else v for v in arguments]
-    sizes = [ctypes.c_int64(n) for n in (*r.shape[:2], size, chunks)]
-    threads, room = ctypes.c_int(torch.get_num_threads()), ctypes.c_void_p(sums.data_ptr())
-    getattr(compiled, name)(*pointers, *sizes, threads, room, *more)
-    return sums[:wanted].reshape(kinds, *r.shape[:2])
+    room = torch.empty(wanted * chunks, dtype=torch.float64, device="cpu")
+    given = {**parts, **more, "sums": room}
+    work = _Work(**{k: v.data_ptr() if isinstance(v, Tensor) else v for k, v in given.items()})
+    work.targets, work.samples, work.size, work.chunks = targets, samples, size, chunks
+    work.threads = torch.get_num_threads()
+    getattr(compiled, name)(ctypes.byref(work))
+    sums = room[:wanted].reshape(kinds, targets, samples)
+    if isinstance(r, Due):
+        r.sums = sums[0], sums[1]
+    return sums
 
 
 @cache

@@ -1,19 +1,26 @@
-"""Memory: freed buffers kept for the next layer instead of handed back to the system."""
+"""Memory: freed buffers kept for the next layer instead of handed back to the system, in large pages."""
 
 from __future__ import annotations
 
 import ctypes
+import os
 import sys
 
 _TRIM_THRESHOLD, _TOP_PAD, _MMAP_THRESHOLD = -1, -2, -3  # of glibc's malloc.h
-_LARGEST = 2**31 - 1  # of an int, which mallopt takes
+_LARGEST, _NEVER = 2**31 - 1, -1  # of an int, which mallopt takes
 _SPARE = 64 << 20
+
+_HUGE = 14  # MADV_HUGEPAGE, of Linux' mman.h
+_PAGE = 2 << 20
+_SHARE = 4
+"""Of the machine's memory, the part for which large pages are asked: none of it is taken before it is needed."""
 
 
 def keep_freed() -> bool:
-    """Tells glibc to keep large freed buffers, for as long as the process lives.
+    """Tells glibc to keep large freed buffers, for as long as the process lives, and Linux to use large pages for them.
 
-    By default every buffer of some megabytes is mapped anew, filled with zeros and unmapped again, layer after layer.
+    By default every buffer of some megabytes is mapped anew, filled with zeros and unmapped again, layer after layer;
+    and whoever reads it looks up 256 addresses a megabyte.
     It is for processes that are ours alone, the command line's; a library has no business with its host's allocator.
 
     Returns:
@@ -21,10 +28,29 @@ def keep_freed() -> bool:
     """
     if not sys.platform.startswith("linux"):
         return False
+    libc = ctypes.CDLL(None)
     try:
-        mallopt = ctypes.CDLL(None).mallopt
+        mallopt = libc.mallopt
     except AttributeError:  # another libc
         return False
-    wanted = {_MMAP_THRESHOLD: _LARGEST, _TRIM_THRESHOLD: _LARGEST, _TOP_PAD: _SPARE}
-    agreed = [mallopt(option, value) == 1 for option, value in wanted.items()]
-    return all(agreed)
+    wanted = {_MMAP_THRESHOLD: _LARGEST, _TRIM_THRESHOLD: _NEVER, _TOP_PAD: _SPARE}
+    if not all(mallopt(option, value) == 1 for option, value in wanted.items()):
+        return False
+    _enlarge_pages(libc)
+    return True
+
+
+def _enlarge_pages(libc: ctypes.CDLL) -> None:
+    """Lets the heap grow once, and asks for large pages there; where that cannot be, everything stays as it was."""
+    room = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // _SHARE
+    libc.malloc.restype = libc.sbrk.restype = ctypes.c_void_p
+    blocks = []
+    while room > _PAGE:  # what is larger than an int would not be taken from the heap
+        blocks.append(libc.malloc(ctypes.c_size_t(min(room, _LARGEST - _PAGE))) or 0)
+        room -= _LARGEST
+    for block in blocks:
+        libc.free(ctypes.c_void_p(block))
+    end = libc.sbrk(ctypes.c_ssize_t(0))
+    begin = -(-min(blocks, default=end) // _PAGE) * _PAGE
+    if 0 < begin < end:  # they were in the heap
+        libc.madvise(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), _HUGE)

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from relprop import fused
+from relprop.dues import Due
 from relprop.errors import RelpropError
 from relprop.ledger import total
 from relprop.rules import Handed
@@ -78,7 +79,7 @@ class Split:
         self,
         branches: Sequence[Tensor],
         count: int,
-        r: Tensor,
+        r: Tensor | Due,
         nonnegative: Sequence[bool] = (),
         spare: Sequence[bool] = (),
         signed: bool = False,
@@ -100,15 +101,17 @@ class Split:
             RelpropError: If a split of the user's does not give one share a branch.
         """
         if count == 1:
-            return Handed((r,), {})
+            return Handed((fused.taken(r),), {})
         by_size = self.weights is torch.abs and self.epsilon is None
         if count == 2 and (by_size or self.skips_zeros):
             compiled = fused.fits(*branches, r=r)
-            if compiled or (len(r) == 1 and tileable(*branches, r[0])):
+            r = r if compiled else fused.taken(r)
+            if isinstance(r, Due) or compiled or (len(r) == 1 and tileable(*branches, r[0])):
                 spare = spare or [False] * 3
                 if by_size:
                     return _by_magnitude(branches, r, nonnegative or [False, False], spare, signed, compiled)
                 return _by_value(branches, r, self.epsilon or 0.0, spare, compiled)
+        r = fused.taken(r)
         if self.weights is not None:
             return self._in_proportion([self.weights(h) for h in branches], r)
         if self.shares is None:  # equal parts: one will do for all
@@ -155,7 +158,7 @@ def _check_share(share: Any, shape: torch.Size, name: str) -> None:
 
 def _by_magnitude(
     branches: Sequence[Tensor],
-    r: Tensor,
+    r: Tensor | Due,
     nonnegative: Sequence[bool],
     spare: Sequence[bool],
     signed: bool,
@@ -167,12 +170,13 @@ def _by_magnitude(
     """
     last = 0 if spare[0] and not spare[1] else 1  # the one that may be written over
     one, other = branches[1 - last], branches[last]
-    mine = other[None] if spare[last] and len(r) == 1 else torch.empty_like(r)
-    rest = r if spare[2] else torch.empty_like(r)
+    whole = r.c if isinstance(r, Due) else r
+    mine = other[None] if spare[last] and len(whole) == 1 else torch.empty_like(whole)
+    rest = whole if spare[2] else torch.empty_like(whole)
     if compiled:
         x, y, *sizes = fused.split_by_magnitude(one, other, r, mine, rest)
     else:
-        x, y, *sizes = _magnitudes_in_pieces(one, other, r[0], mine[0], rest[0], nonnegative[1 - last], signed)
+        x, y, *sizes = _magnitudes_in_pieces(one, other, whole[0], mine[0], rest[0], nonnegative[1 - last], signed)
     order = 1 if last else -1
     return Handed((mine, rest)[::order], {}, (x, y)[::order], tuple(sizes)[::order] if signed else ())
 
@@ -192,16 +196,19 @@ def _magnitudes_in_pieces(
     return torch.tensor(sums, dtype=torch.float64).unsqueeze(1)
 
 
-def _by_value(branches: Sequence[Tensor], r: Tensor, epsilon: float, spare: Sequence[bool], compiled: bool) -> Handed:
+def _by_value(
+    branches: Sequence[Tensor], r: Tensor | Due, epsilon: float, spare: Sequence[bool], compiled: bool
+) -> Handed:
     """Parts relevance between two branches by value, likewise, and names what the stabiliser takes."""
     one, other = branches
-    mine, rest = (
-        h[None] if known and len(r) == 1 else torch.empty_like(r) for h, known in zip(branches, spare, strict=False)
-    )
+    whole = r.c if isinstance(r, Due) else r
+    over = [h[None] for h, known in zip(branches, spare, strict=False) if known and len(whole) == 1]
+    over += [whole] if spare[2] else []
+    mine, rest = (over + [torch.empty_like(whole) for _ in branches])[:2]
     if compiled:
         x, y, *sizes, taken = fused.split_by_value(one, other, r, mine, rest, epsilon)
     else:
-        x, y, *sizes, taken = _values_in_pieces(one, other, r[0], mine[0], rest[0], epsilon)
+        x, y, *sizes, taken = _values_in_pieces(one, other, whole[0], mine[0], rest[0], epsilon)
     return Handed((mine, rest), {"epsilon": taken}, (x, y), tuple(sizes))
 
 

@@ -30,7 +30,9 @@ import torch
 from torch import Tensor
 
 from relprop.divisions import divide, note, per_target, shared, shares, steadied
+from relprop.dues import Due
 from relprop.errors import RelpropError
+from relprop.fused import taken
 from relprop.ledger import total
 from relprop.maps import LinearMap, Transform
 from relprop.tents import tented
@@ -76,12 +78,14 @@ class Handed(NamedTuple):
         absorbed: What stayed behind, ``(T, B)``, by cause.
         amounts: The sums of what each input gets, ``(T, B)``, where they are known already.
         sizes: The sums of its magnitudes, likewise.
+        factor: What the relevance of the one input that gets some is yet to be multiplied with, or None.
     """
 
     relevance: tuple[Tensor | None, ...]
     absorbed: dict[str, Tensor]
     amounts: tuple[Tensor | None, ...] = ()
     sizes: tuple[Tensor | None, ...] = ()
+    factor: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -137,7 +141,14 @@ class Rule:
         return scaled and self.epsilon is not None and all(part.terms for part in self.parts)
 
     def __call__(
-        self, linear: LinearMap, a: Tensor, r: Tensor, *, nonnegative: bool = False, y: Tensor | None = None
+        self,
+        linear: LinearMap,
+        a: Tensor,
+        r: Tensor | Due,
+        *,
+        nonnegative: bool = False,
+        y: Tensor | None = None,
+        due: bool = False,
     ) -> Handed:
         """Hands the relevance of a map's output to its input.
 
@@ -147,14 +158,15 @@ class Rule:
             r: Relevance of its output, ``(T, B, ...)``: T targets of each sample.
             nonnegative: Whether the input is known to have no negative values, which saves half of the terms.
             y: The map's output, where the rule divides by it and it is at hand; written over.
+            due: Whether the last product may be left to whoever needs it.
 
         Returns:
             Relevance of the input, and what was absorbed.
         """
         shape = a.shape[1:]
         linear = tented(linear, shape) if self.even else linear
-        result: Tensor | None = None
-        sums: Sequence[Tensor] = ()
+        r = r if len(self.parts) == 1 else taken(r)
+        result: Tensor | Due | None = None
         absorbed: dict[str, Tensor] = {}
         for part in self.parts:
             terms = [t for t in part.terms if not (nonnegative and t.input is negative)]
@@ -167,9 +179,9 @@ class Rule:
                 z = sum(denominators[1:], denominators[0]) if denominators else linear.fan(shape)
             else:
                 z = y
-            flow = r if part.share == 1 else r * part.share
+            flow = r if part.share == 1 else taken(r) * part.share
             if part.sign:
-                flow, dropped = self._outputs_of(part.sign, linear, a, flow)
+                flow, dropped = self._outputs_of(part.sign, linear, a, taken(flow))
                 note(absorbed, "epsilon", dropped)
             if self.epsilon is None:
                 s, even = divide(linear, flow, z, shape, absorbed)
@@ -180,13 +192,16 @@ class Rule:
             if not terms:
                 result = per_target(linear.spread, s, shape)
             for term, x in zip(terms, live, strict=True):
-                c, known = shares(linear, s, term.weight, shape, None if term.input is one_sample else x)
-                result, sums = (c, known) if result is None else (result + c, ())
+                share = shares(linear, s, term.weight, shape, None if term.input is one_sample else x)
+                result = share if result is None else taken(result) + taken(share)
             if even is not None and result is not None:
-                result, sums = (result + even if 0 in result.stride() else result.add_(even)), ()
-        return Handed((result,), absorbed, tuple(sums[:1]), tuple(sums[1:]))
+                result = taken(result)
+                result = result + even if 0 in result.stride() else result.add_(even)
+        if isinstance(result, Due) and due:
+            return Handed((result.c,), absorbed, factor=result.a)
+        return Handed((None if result is None else taken(result),), absorbed)
 
-    def _stabilise(self, r: Tensor, z: Tensor, bias: Tensor | None, absorbed: dict[str, Tensor]) -> Tensor:
+    def _stabilise(self, r: Tensor | Due, z: Tensor, bias: Tensor | None, absorbed: dict[str, Tensor]) -> Tensor:
         """Divides by ``z + eps sign(z)``, with the bias in ``z``, and names what the two take."""
         eps = torch.full((), self.epsilon or 0.0, dtype=z.dtype, device=z.device)
         if self.relative:
@@ -194,11 +209,11 @@ class Rule:
             eps = (eps * rms).clamp(min=tiny(z.dtype)).reshape(-1, *[1] * (z.ndim - 1))
         if self.unsigned:
             eps = torch.where(z + eps == 0, -eps, eps)
-            s = r / (z + eps)
-            taken, biased = total(s * eps), None if bias is None else shared(s, bias)
+            s = taken(r) / (z + eps)
+            kept, biased = total(s * eps), None if bias is None else shared(s, bias)
         else:
-            s, taken, biased = steadied(r, z, eps, bias)
-        note(absorbed, "epsilon", taken)
+            s, kept, biased = steadied(r, z, eps, bias)
+        note(absorbed, "epsilon", kept)
         note(absorbed, "bias", biased)
         return s
 

@@ -6,7 +6,7 @@ autograd and nothing is hung on the model: all state lives in one call.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
@@ -16,8 +16,10 @@ from torch import Tensor
 
 from relprop import concepts, samples
 from relprop.attention import Matrices
+from relprop.dues import Due
 from relprop.errors import RelpropError
 from relprop.forward import Forward, Record
+from relprop.fused import fits, taken
 from relprop.gates import Product
 from relprop.graph import Call, Graph, Node
 from relprop.ledger import TOLERANCE, Ledger, total
@@ -25,7 +27,7 @@ from relprop.mapped import Linear, Mapped, Reduction
 from relprop.maps import Dense, LinearMap
 from relprop.merges import Split
 from relprop.norms import Norm
-from relprop.operators import Constant, MaxPool, Sum, reduced
+from relprop.operators import Constant, MaxPool, Operator, Sum, reduced
 from relprop.plans import Plan
 from relprop.presets import FOLD, HALVES, Pooling
 from relprop.requests import OUTPUT
@@ -80,6 +82,7 @@ class Sweep:
         caught = {call: start.clone() for call, edges in crossing.items() if not edges}  # whose output is the model's
         source: dict[Call, int] = {}
         arrived = {len(graph) - 1: _Flow(start, signed, leads[-1], batch)}
+        waiting: list[tuple[int, int, _Flow]] = []
         cuts = list(record.cuts)
         for i in range(len(graph) - 1, graph.inputs - 1, -1):
             if cuts and i == cuts[-1]:
@@ -88,17 +91,21 @@ class Sweep:
             flow = arrived.pop(i, None)
             if flow is None:
                 continue
+            _settle(arrived.values())  # what is treated now may write over values that others wait for
             handed = self._hand(i, flow, record, leads)
             if handed.absorbed:
                 ledger.absorbed[i] = {cause: samples.gathered(a, batch) for cause, a in handed.absorbed.items()}
             for j, share in self._shares(i, handed, flow, leads, batch):
-                ledger.record(i, j, share.amount, share.size)
+                waiting.append((i, j, share))
                 for call, edges in crossing.items():
                     if (i, j) in edges:
                         _check_one(graph, call, source.setdefault(call, j), j)
                         caught[call] = caught[call] + share.relevance if call in caught else share.relevance.clone()
                 arrived[j] = arrived[j].joined(share) if j in arrived else share
             record.values.pop(i, None)
+            if strict:
+                _settle(arrived.values())
+            waiting = [edge for edge in waiting if not _noted(ledger, *edge)]
             if strict:
                 ledger.check(i)
         for call, edges in crossing.items():
@@ -109,6 +116,8 @@ class Sweep:
             arrived[i].relevance if i in arrived else start.new_zeros((len(start), *record.shapes[i]))
             for i in range(graph.inputs)
         ]
+        for edge in waiting:
+            _noted(ledger, *edge)
         return results, caught, ledger
 
     def _shares(
@@ -128,7 +137,7 @@ class Sweep:
         ):
             if relevance is None:
                 continue
-            if relevance is flow.relevance and amount is None:
+            if relevance is flow.memory and amount is None:
                 yield j, flow
                 continue
             key = id(relevance), leads[j]
@@ -136,30 +145,33 @@ class Sweep:
                 own = computed and sum(_together(other, relevance) for other in handed.relevance) == 1
                 first = samples.are_first(leads[j], relevance.shape[1:], batch)
                 sums = (samples.gathered(of, batch) if first and of is not None else None for of in (amount, size))
-                known[key] = _Flow(relevance, flow.signed, leads[j], batch, *sums, own=own)
+                share = relevance if handed.factor is None else Due(relevance, handed.factor)
+                known[key] = _Flow(share if first else taken(share), flow.signed, leads[j], batch, *sums, own=own)
             yield j, known[key]
 
     def _hand(self, i: int, flow: _Flow, record: Record, leads: Sequence[int | None]) -> Handed:
         """Lets a node's treatment hand its relevance on; where there is none, it passes."""
         node, treatment = self.plan.graph.nodes[i], self.plan.treatments[i]
-        op, r = node.operator, flow.relevance
+        op = node.operator
         if isinstance(op, Sum) and isinstance(treatment, Split):
             return self._part(i, op, treatment, flow, record, leads[i])
         if isinstance(op, MaxPool) and isinstance(treatment, Pooling):
             a = record.values[node.inputs[0]]
             if treatment.rule is None:
-                return Handed((op.pool.winners(a, record.values[i], r),), {})
+                return Handed((op.pool.winners(a, record.values[i], flow.relevance),), {})
             nonnegative = self._is_nonnegative(node.inputs[0])
             # Padded by hand, perhaps, with what no maximum can be; an accelerator would have to stop for the answer.
             if not nonnegative and (a.device.type != "cpu" or a.amin() == -torch.inf):
                 a = a.clamp(min=torch.finfo(a.dtype).min / 2**20)
             linear: LinearMap = (op.halves if treatment.halves else op.pool).average(a)
-            return treatment.rule(linear, a, r, nonnegative=nonnegative)
+            return treatment.rule(linear, a, flow.whole, nonnegative=nonnegative, due=True)
         if isinstance(op, Mapped) and isinstance(treatment, Rule):
-            return self._map(i, op, treatment, r, record, leads[i])
+            return self._map(i, op, treatment, flow, record, leads[i])
+        if type(op).hand is Operator.hand and record.shapes[i] == record.shapes[node.inputs[0]]:
+            return Handed((flow.memory,), {})
         if isinstance(op, Product) and treatment == HALVES:
             op = replace(op, signals=(0, 1), halves=True)
-        batch = record.shapes[0][0]
+        batch, r = record.shapes[0][0], flow.relevance
         return op.hand(r, self._inputs(node, record, r), lambda part: samples.summed(part, leads[i], batch))
 
     def _inputs(self, node: Node, record: Record, r: Tensor) -> list[Any]:
@@ -168,15 +180,15 @@ class Sweep:
             record.values[j] if j in record.values else r.new_empty(()).expand(record.shapes[j]) for j in node.inputs
         ]
 
-    def _map(self, i: int, op: Mapped, rule: Rule, r: Tensor, record: Record, lead: int | None) -> Handed:
+    def _map(self, i: int, op: Mapped, rule: Rule, flow: _Flow, record: Record, lead: int | None) -> Handed:
         """Lets a rule hand relevance through a linear map."""
         node = self.plan.graph.nodes[i]
-        values = self._inputs(node, record, r)
+        values = self._inputs(node, record, flow.memory)
         signals = op.signals if isinstance(op, Matrices) else (op.signal,)
         batch = record.shapes[0][0]
-        nothing: list[Tensor | None] = [None] * len(values)
-        handed, amounts, sizes = nothing.copy(), nothing.copy(), nothing.copy()
+        handed: list[Tensor | None] = [None] * len(values)
         absorbed: dict[str, Tensor] = {}
+        factor: Tensor | None = None
         for k in signals:
             j, a = node.inputs[k], values[k]
             norm = self.forward.norms.get(i)
@@ -184,11 +196,12 @@ class Sweep:
                 linear = self.forward.fold(i)
             else:
                 linear = op.map_of(k, *values) if isinstance(op, Matrices) else op.map(*values)
-            share = r if len(signals) == 1 else r / len(signals)
+            alone = len(signals) == 1
             if isinstance(op, Reduction) and 0 in [axis % a.ndim for axis in op.axes]:
-                result = _over_first(op, rule, a, share, batch, lead)
+                result = _over_first(op, rule, a, flow.relevance, batch, lead)
             elif not samples.are_first(lead, record.shapes[i], batch) and _only_last(op, a):
                 # The rule is to see the samples in front, as everywhere.
+                share = flow.relevance if alone else flow.relevance / len(signals)
                 share = torch.stack([samples.in_front(part, lead or samples.APART, batch) for part in share])
                 in_front = samples.in_front(a, lead or samples.APART, batch)
                 linear = op.map(in_front) if isinstance(op, Norm) else linear
@@ -197,19 +210,20 @@ class Sweep:
                 result = Handed((samples.as_before(result.relevance[0], a.shape),), result.absorbed)
             else:
                 y = record.values[i] if self.forward.divides_output(i) else None
-                result = rule(linear, a, share, nonnegative=self._is_nonnegative(j), y=y)
-                amounts[k], sizes[k] = (of[0] if of else None for of in result[2:])
+                whole = flow.whole if alone else flow.relevance / len(signals)
+                result = rule(linear, a, whole, nonnegative=self._is_nonnegative(j), y=y, due=alone)
+                factor = result.factor
             handed[k] = result.relevance[0]
             for cause, amount in result.absorbed.items():
                 absorbed[cause] = absorbed[cause] + amount if cause in absorbed else amount
-        return Handed(tuple(handed), absorbed, tuple(amounts), tuple(sizes))
+        return Handed(tuple(handed), absorbed, factor=factor)
 
     def _is_nonnegative(self, i: int) -> bool:
         return self.plan.graph.nodes[i].nonnegative
 
     def _part(self, i: int, op: Sum, split: Split, flow: _Flow, record: Record, lead: int | None) -> Handed:
         """Splits relevance among the branches of a sum; a constant is one more, with nobody behind it."""
-        node, r = self.plan.graph.nodes[i], flow.relevance
+        node, r = self.plan.graph.nodes[i], flow.memory
         takers = self.forward.takers(node, op, split)
         branches: list[Tensor] = []
         if i in self.forward.weighing:
@@ -223,12 +237,15 @@ class Sweep:
         batch = record.shapes[0][0]
         if samples.are_first(lead, record.shapes[i], batch):
             spare = [b < len(node.inputs) and node.inputs[b] in self.forward.spare for b in takers]
-            handed = split(branches, len(takers), r, nonnegative, [*spare, flow.own], flow.signed)
+            handed = split(branches, len(takers), flow.whole, nonnegative, [*spare, flow.own], flow.signed)
         else:
             lead = lead or samples.APART
             branches = [samples.in_front(branch, lead, batch) for branch in branches]
             handed = split(
-                branches, len(takers), torch.stack([samples.in_front(p, lead, batch) for p in r]), nonnegative
+                branches,
+                len(takers),
+                torch.stack([samples.in_front(p, lead, batch) for p in flow.relevance]),
+                nonnegative,
             )
             back = (None if h is None else samples.as_before(h, record.shapes[i]) for h in handed.relevance)
             handed = Handed(tuple(back), handed.absorbed)
@@ -253,11 +270,17 @@ class Sweep:
 
 
 class _Flow:
-    """Relevance on its way, with its sums; its own, if nobody else has a view of the memory it lies in."""
+    """Relevance on its way, with its sums; its own, if nobody else has a view of the memory it lies in.
+
+    Attributes:
+        whole: The relevance, perhaps with a product that is due.
+        signed: Whether it may have both signs.
+        own: Whether its memory is nobody else's.
+    """
 
     def __init__(
         self,
-        relevance: Tensor,
+        whole: Tensor | Due,
         signed: bool,
         lead: int | None,
         batch: int,
@@ -266,21 +289,75 @@ class _Flow:
         *,
         own: bool = False,
     ) -> None:
-        self.relevance, self.signed = relevance, signed
-        if signed and (amount is None or size is None):
-            amount, size = samples.measured(relevance, lead, batch)
-        self.amount = samples.summed(relevance, lead, batch) if amount is None else amount
-        self.size = size if signed and size is not None else self.amount
-        self.own = own and 0 not in relevance.stride()
+        self.whole, self.signed, self._batch = whole, signed, batch
+        self.own = own and 0 not in self.memory.stride()
+        self._due = whole if isinstance(whole, Due) else None
+        self._beside: tuple[Tensor, Tensor] | None = None
+        if self._due is None:
+            relevance = self.relevance
+            if signed and (amount is None or size is None):
+                amount, size = samples.measured(relevance, lead, batch)
+            amount = samples.summed(relevance, lead, batch) if amount is None else amount
+            self._beside = amount, size if signed and size is not None else amount
+
+    @property
+    def memory(self) -> Tensor:
+        """What it lies in."""
+        return self.whole.c if isinstance(self.whole, Due) else self.whole
+
+    @property
+    def relevance(self) -> Tensor:
+        """It, with the product taken."""
+        self.settle()
+        return self.memory
+
+    @property
+    def sums(self) -> tuple[Tensor, Tensor] | None:
+        """Its sum and that of its magnitudes, ``(T, B)``; None while a product is due."""
+        if self._due is None:
+            return self._beside
+        if self._due.sums is None:
+            return None
+        amount, size = (samples.gathered(of, self._batch) for of in self._due.sums)
+        size = size if self.signed else amount
+        return (amount, size) if self._beside is None else (self._beside[0] + amount, self._beside[1] + size)
+
+    def settle(self) -> None:
+        """Takes a product that is due."""
+        self.whole = taken(self.whole)
 
     def joined(self, other: _Flow) -> _Flow:
         """The sum of two flows; written over one of them if that is nobody else's."""
         both = object.__new__(_Flow)
+        both.signed, both.own, both._batch, both._due = self.signed, True, self._batch, None
+        last, first = (self, other) if isinstance(self.whole, Due) else (other, self)
+        first.settle()
+        if isinstance(last.whole, Due) and last.whole.r is None and fits(last.whole.a, first.memory[0], r=first.memory):
+            last.whole.r = first.memory
+            both.whole = both._due = last.whole
+            both._beside = first.sums
+            return both
+        last.settle()
         one, two = (other, self) if other.own else (self, other)
-        both.relevance = one.relevance.add_(two.relevance) if one.own else one.relevance + two.relevance
-        both.amount, both.size = self.amount + other.amount, self.size + other.size
-        both.signed, both.own = self.signed, True
+        both.whole = one.memory.add_(two.memory) if one.own else one.memory + two.memory
+        mine, others = self.sums, other.sums
+        assert mine is not None
+        assert others is not None
+        both._beside = mine[0] + others[0], mine[1] + others[1]
         return both
+
+
+def _settle(flows: Iterable[_Flow]) -> None:
+    for flow in flows:
+        flow.settle()
+
+
+def _noted(ledger: Ledger, node: int, producer: int, share: _Flow) -> bool:
+    """Notes in the ledger what a node handed on, if that is known yet."""
+    sums = share.sums
+    if sums is not None:
+        ledger.record(node, producer, *sums)
+    return sums is not None
 
 
 def _together(one: Tensor | None, two: Tensor) -> bool:
