@@ -28,7 +28,7 @@ TARGETS = 5
 class Settings:
     """How much is run: rounds by batch size."""
 
-    rounds: dict[int, int] = field(default_factory=lambda: {1: 12, 8: 6, 32: 3})
+    rounds: dict[int, int] = field(default_factory=lambda: {1: 24, 8: 12, 32: 6})
     side: int = 224
     warmup: int = 2
 

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import relprop
+from relprop.dues import Due
 from relprop.memory import keep_freed
 from relprop.reproduction.tables import markdown
 
@@ -30,10 +31,10 @@ PARTS = {
     "sums and pools, forward": ["operators:Operator.forward", "operators:Sum.activated"],
     POSITIVE: ["maps:LinearMap.sums"],
     TRANSPOSED: ["maps:LinearMap.shares"],
-    "divisions": ["divisions:divide", "rules:Rule._stabilise"],
-    "products, with the ledger's sums": ["fused:weigh"],
+    "divisions, with the products before them": ["divisions:divide", "rules:Rule._stabilise"],
+    "products by themselves": ["fused:weighed"],
     "dead units": ["maps:LinearMap.spread", "maps:LinearMap.fans"],
-    "splits": ["merges:Split.__call__"],
+    "splits, likewise": ["merges:Split.__call__"],
     "other sums of the ledger": ["ledger:total", "ledger:totals"],
     "joins": ["sweep:_Flow.joined"],
     STATE: ["state:State.holds"],
@@ -106,8 +107,10 @@ def tensors(value: Any) -> Iterator[Tensor]:
     elif isinstance(value, tuple | list):
         for each in value:
             yield from tensors(each)
-    elif hasattr(value, "relevance"):
-        yield from tensors(value.relevance)
+    elif isinstance(value, Due):
+        yield from tensors((value.c, value.a, value.r))
+    elif hasattr(value, "whole"):
+        yield from tensors(value.whole)
 
 
 def size(t: Tensor) -> int:

@@ -102,9 +102,12 @@ def steady(r: Tensor | Due, z: Tensor, s: Tensor, eps: Tensor, bias: Tensor | No
 
 
 def taken(r: Tensor | Due) -> Tensor:
-    """Relevance, with the product taken, in place, if one is due."""
-    if isinstance(r, Tensor):
-        return r
+    """Relevance, with the product taken if one is due."""
+    return r if isinstance(r, Tensor) else weighed(r)
+
+
+def weighed(r: Due) -> Tensor:
+    """Takes a product by itself, in place."""
     _call("weigh", 2, r, x=r.c)
     return r.c
 
