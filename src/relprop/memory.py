@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import ctypes
-import os
 import sys
+from functools import cache
 
 _TRIM_THRESHOLD, _TOP_PAD, _MMAP_THRESHOLD = -1, -2, -3  # of glibc's malloc.h
-_LARGEST, _NEVER = 2**31 - 1, -1  # of an int, which mallopt takes
+_LARGEST = 2**31 - 1  # of an int, which mallopt takes
 _SPARE = 64 << 20
 
 _HUGE = 14  # MADV_HUGEPAGE, of Linux' mman.h
 _PAGE = 2 << 20
-_SHARE = 4
-"""Of the machine's memory, the part for which large pages are asked: none of it is taken before it is needed."""
+_ROOM = 3 << 29
+"""Where large pages are asked for; none of it is taken before it is needed. More than the above would be given back."""
 
 
 def keep_freed() -> bool:
@@ -33,24 +33,20 @@ def keep_freed() -> bool:
         mallopt = libc.mallopt
     except AttributeError:  # another libc
         return False
-    wanted = {_MMAP_THRESHOLD: _LARGEST, _TRIM_THRESHOLD: _NEVER, _TOP_PAD: _SPARE}
+    wanted = {_MMAP_THRESHOLD: _LARGEST, _TRIM_THRESHOLD: _LARGEST, _TOP_PAD: _SPARE}
     if not all(mallopt(option, value) == 1 for option, value in wanted.items()):
         return False
-    _enlarge_pages(libc)
+    _enlarge_pages()
     return True
 
 
-def _enlarge_pages(libc: ctypes.CDLL) -> None:
-    """Lets the heap grow once, and asks for large pages there; where that cannot be, everything stays as it was."""
-    room = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // _SHARE
+@cache
+def _enlarge_pages() -> None:
+    """Lets the heap grow, once, and asks for large pages there; where that cannot be, everything stays as it was."""
+    libc = ctypes.CDLL(None)
     libc.malloc.restype = libc.sbrk.restype = ctypes.c_void_p
-    blocks = []
-    while room > _PAGE:  # what is larger than an int would not be taken from the heap
-        blocks.append(libc.malloc(ctypes.c_size_t(min(room, _LARGEST - _PAGE))) or 0)
-        room -= _LARGEST
-    for block in blocks:
-        libc.free(ctypes.c_void_p(block))
-    end = libc.sbrk(ctypes.c_ssize_t(0))
-    begin = -(-min(blocks, default=end) // _PAGE) * _PAGE
-    if 0 < begin < end:  # they were in the heap
+    block = libc.malloc(ctypes.c_size_t(_ROOM)) or 0
+    libc.free(ctypes.c_void_p(block))
+    begin, end = -(-block // _PAGE) * _PAGE, libc.sbrk(ctypes.c_ssize_t(0))
+    if 0 < begin < end:  # it was in the heap
         libc.madvise(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), _HUGE)

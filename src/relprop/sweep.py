@@ -91,7 +91,7 @@ class Sweep:
             flow = arrived.pop(i, None)
             if flow is None:
                 continue
-            _settle(arrived.values())  # what is treated now may write over values that others wait for
+            _settle(arrived.values())  # lest a factor is kept, or written over, before its product is taken
             handed = self._hand(i, flow, record, leads)
             if handed.absorbed:
                 ledger.absorbed[i] = {cause: samples.gathered(a, batch) for cause, a in handed.absorbed.items()}
