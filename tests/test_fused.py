@@ -228,6 +228,19 @@ def test_explanations_are_the_same_with_and_without(preset: str, in_steps: Calla
         assert float(found.ledger.error.max()) < 1e-5
 
 
+@compiled
+@pytest.mark.parametrize("split", ["symmetric", "ratio", "signed", "main-only"])
+@pytest.mark.parametrize("skips", [True, False])
+def test_all_splits_are_the_same_with_and_without(split: str, skips: bool, in_steps: Callable[[], None]) -> None:
+    torch.manual_seed(0)
+    net, x = import_torchvision().models.resnet18(num_classes=4).eval(), torch.rand(2, 3, 64, 64)
+    one = relprop.explain(net, x, target=1, preset="paper", split=split, identity_skips=skips)
+    in_steps()
+    plain = relprop.explain(net, x, target=1, preset="paper", split=split, identity_skips=skips)
+    assert torch.equal(one.relevance, plain.relevance)
+    assert float(one.ledger.error.max()) < 1e-5
+
+
 class Chain(nn.Module):
     """Two convolutions, with something between them behind a ReLU."""
 

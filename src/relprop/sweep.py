@@ -237,7 +237,8 @@ class Sweep:
         batch = record.shapes[0][0]
         if samples.are_first(lead, record.shapes[i], batch):
             spare = [b < len(node.inputs) and node.inputs[b] in self.forward.spare for b in takers]
-            handed = split(branches, len(takers), flow.whole, nonnegative, [*spare, flow.own], flow.signed)
+            whole = flow.whole if len(takers) > 1 else flow.relevance  # which passes as it is
+            handed = split(branches, len(takers), whole, nonnegative, [*spare, flow.own], flow.signed)
         else:
             lead = lead or samples.APART
             branches = [samples.in_front(branch, lead, batch) for branch in branches]
