@@ -36,7 +36,7 @@ PARTS = {
     "dead units": ["maps:LinearMap.spread", "maps:LinearMap.fans"],
     "splits, likewise": ["merges:Split.__call__"],
     "other sums of the ledger": ["ledger:total", "ledger:totals"],
-    "joins": ["sweep:_Flow.joined"],
+    "joins": ["flows:Flow.joined"],
     STATE: ["state:State.holds"],
     "checks of values": ["requests:check_input", "engine:_verify", "engine:_check_finite"],
 }

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from relprop import fused
-from relprop.dues import Due
+from relprop.dues import Due, memory
 from relprop.ledger import total
 from relprop.maps import LinearMap, Transform
 from relprop.tiles import tileable, tiles
@@ -63,8 +63,7 @@ def steadied(r: Tensor | Due, z: Tensor, eps: Tensor, bias: Tensor | None) -> tu
 
 def _room(r: Tensor | Due, z: Tensor) -> Tensor:
     """Where a quotient goes: over the denominators, if there is one target."""
-    above = r.c if isinstance(r, Due) else r
-    return z[None] if len(above) == 1 else torch.empty_like(above)
+    return z[None] if len(memory(r)) == 1 else torch.empty_like(memory(r))
 
 
 def _in_pieces(r: Tensor, z: Tensor, eps: Tensor) -> tuple[Tensor, Tensor]:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-__all__ = ["Due"]
+__all__ = ["Due", "memory"]
 
 
 @dataclass(eq=False)
@@ -26,3 +26,8 @@ class Due:
     a: Tensor
     r: Tensor | None = None
     sums: tuple[Tensor, Tensor] | None = None
+
+
+def memory(r: Tensor | Due) -> Tensor:
+    """What relevance lies in, whether or not a product of it is due."""
+    return r.c if isinstance(r, Due) else r

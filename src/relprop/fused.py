@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from relprop.cache import folder
-from relprop.dues import Due
+from relprop.dues import Due, memory
 from relprop.tiles import tileable
 
 _SOURCE = Path(__file__).with_name("fused.c")
@@ -48,8 +48,7 @@ class _Work(ctypes.Structure):
 
 def fits(*values: Tensor, r: Tensor | Due) -> bool:
     """Whether the functions below take values ``(B, ...)`` and relevance ``(T, B, ...)``, and are there."""
-    if isinstance(r, Due):  # its own parts fit each other
-        r = r.c
+    r = memory(r)  # what is due with it fits it
     if r.dtype != torch.float32 or any(v.dtype != torch.float32 for v in values) or not tileable(*values, r[0]):
         return False
     packed = len(r) == 1 or r.stride(0) == r[0].numel()
@@ -150,9 +149,8 @@ def _call(name: str, kinds: int, r: Tensor | Due, **more: Tensor | float | None)
     compiled = library()
     assert compiled is not None
     parts = {"r": r.r, "c": r.c, "a": r.a} if isinstance(r, Due) else {"r": r}
-    c = r.c if isinstance(r, Due) else r
-    targets, samples = c.shape[:2]
-    wanted, size = kinds * targets * samples, c.numel() // (targets * samples)
+    targets, samples = memory(r).shape[:2]
+    wanted, size = kinds * targets * samples, memory(r).numel() // (targets * samples)
     chunks = -(-size // _CHUNK)
     room = torch.empty(wanted * chunks, dtype=torch.float64, device="cpu")
     given = {**parts, **more, "sums": room}

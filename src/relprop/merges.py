@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from relprop import fused
-from relprop.dues import Due
+from relprop.dues import Due, memory
 from relprop.errors import RelpropError
 from relprop.ledger import total
 from relprop.rules import Handed
@@ -106,7 +106,7 @@ class Split:
         if count == 2 and (by_size or self.skips_zeros):
             compiled = fused.fits(*branches, r=r)
             r = r if compiled else fused.taken(r)
-            if isinstance(r, Due) or compiled or (len(r) == 1 and tileable(*branches, r[0])):
+            if compiled or (len(memory(r)) == 1 and tileable(*branches, memory(r)[0])):
                 spare = spare or [False] * 3
                 if by_size:
                     return _by_magnitude(branches, r, nonnegative or [False, False], spare, signed, compiled)
@@ -170,7 +170,7 @@ def _by_magnitude(
     """
     last = 0 if spare[0] and not spare[1] else 1  # the one that may be written over
     one, other = branches[1 - last], branches[last]
-    whole = r.c if isinstance(r, Due) else r
+    whole = memory(r)
     mine = other[None] if spare[last] and len(whole) == 1 else torch.empty_like(whole)
     rest = whole if spare[2] else torch.empty_like(whole)
     if compiled:
@@ -201,7 +201,7 @@ def _by_value(
 ) -> Handed:
     """Parts relevance between two branches by value, likewise, and names what the stabiliser takes."""
     one, other = branches
-    whole = r.c if isinstance(r, Due) else r
+    whole = memory(r)
     over = [h[None] for h, known in zip(branches, spare, strict=False) if known and len(whole) == 1]
     over += [whole] if spare[2] else []
     mine, rest = (over + [torch.empty_like(whole) for _ in branches])[:2]

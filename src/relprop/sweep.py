@@ -18,8 +18,9 @@ from relprop import concepts, samples
 from relprop.attention import Matrices
 from relprop.dues import Due
 from relprop.errors import RelpropError
+from relprop.flows import Flow
 from relprop.forward import Forward, Record
-from relprop.fused import fits, taken
+from relprop.fused import taken
 from relprop.gates import Product
 from relprop.graph import Call, Graph, Node
 from relprop.ledger import TOLERANCE, Ledger, total
@@ -81,8 +82,8 @@ class Sweep:
         crossing = {call: _crossing(graph, call) for call in layers}
         caught = {call: start.clone() for call, edges in crossing.items() if not edges}  # whose output is the model's
         source: dict[Call, int] = {}
-        arrived = {len(graph) - 1: _Flow(start, signed, leads[-1], batch)}
-        waiting: list[tuple[int, int, _Flow]] = []
+        arrived = {len(graph) - 1: Flow(start, signed, leads[-1], batch)}
+        waiting: list[tuple[int, int, Flow]] = []
         cuts = list(record.cuts)
         for i in range(len(graph) - 1, graph.inputs - 1, -1):
             if cuts and i == cuts[-1]:
@@ -121,13 +122,13 @@ class Sweep:
         return results, caught, ledger
 
     def _shares(
-        self, i: int, handed: Handed, flow: _Flow, leads: Sequence[int | None], batch: int
-    ) -> Iterator[tuple[int, _Flow]]:
+        self, i: int, handed: Handed, flow: Flow, leads: Sequence[int | None], batch: int
+    ) -> Iterator[tuple[int, Flow]]:
         """What each input of a node gets, with its sums; what several get is summed up once."""
         # What a rule or a split has computed is in memory of its own; all else may be somebody's view.
         computed = isinstance(self.plan.treatments[i], Rule | Split | Pooling)
         unknown = (None,) * len(handed.relevance)
-        known: dict[tuple[int, int | None], _Flow] = {}
+        known: dict[tuple[int, int | None], Flow] = {}
         for j, relevance, amount, size in zip(
             self.plan.graph.nodes[i].inputs,
             handed.relevance,
@@ -146,10 +147,10 @@ class Sweep:
                 first = samples.are_first(leads[j], relevance.shape[1:], batch)
                 sums = (samples.gathered(of, batch) if first and of is not None else None for of in (amount, size))
                 share = relevance if handed.factor is None else Due(relevance, handed.factor)
-                known[key] = _Flow(share if first else taken(share), flow.signed, leads[j], batch, *sums, own=own)
+                known[key] = Flow(share if first else taken(share), flow.signed, leads[j], batch, *sums, own=own)
             yield j, known[key]
 
-    def _hand(self, i: int, flow: _Flow, record: Record, leads: Sequence[int | None]) -> Handed:
+    def _hand(self, i: int, flow: Flow, record: Record, leads: Sequence[int | None]) -> Handed:
         """Lets a node's treatment hand its relevance on; where there is none, it passes."""
         node, treatment = self.plan.graph.nodes[i], self.plan.treatments[i]
         op = node.operator
@@ -180,7 +181,7 @@ class Sweep:
             record.values[j] if j in record.values else r.new_empty(()).expand(record.shapes[j]) for j in node.inputs
         ]
 
-    def _map(self, i: int, op: Mapped, rule: Rule, flow: _Flow, record: Record, lead: int | None) -> Handed:
+    def _map(self, i: int, op: Mapped, rule: Rule, flow: Flow, record: Record, lead: int | None) -> Handed:
         """Lets a rule hand relevance through a linear map."""
         node = self.plan.graph.nodes[i]
         values = self._inputs(node, record, flow.memory)
@@ -221,7 +222,7 @@ class Sweep:
     def _is_nonnegative(self, i: int) -> bool:
         return self.plan.graph.nodes[i].nonnegative
 
-    def _part(self, i: int, op: Sum, split: Split, flow: _Flow, record: Record, lead: int | None) -> Handed:
+    def _part(self, i: int, op: Sum, split: Split, flow: Flow, record: Record, lead: int | None) -> Handed:
         """Splits relevance among the branches of a sum; a constant is one more, with nobody behind it."""
         node, r = self.plan.graph.nodes[i], flow.memory
         takers = self.forward.takers(node, op, split)
@@ -270,90 +271,12 @@ class Sweep:
         return Handed(tuple(relevance), absorbed, tuple(amounts), tuple(sizes))
 
 
-class _Flow:
-    """Relevance on its way, with its sums; its own, if nobody else has a view of the memory it lies in.
-
-    Attributes:
-        whole: The relevance, perhaps with a product that is due.
-        signed: Whether it may have both signs.
-        own: Whether its memory is nobody else's.
-    """
-
-    def __init__(
-        self,
-        whole: Tensor | Due,
-        signed: bool,
-        lead: int | None,
-        batch: int,
-        amount: Tensor | None = None,
-        size: Tensor | None = None,
-        *,
-        own: bool = False,
-    ) -> None:
-        self.whole, self.signed, self._batch = whole, signed, batch
-        self.own = own and 0 not in self.memory.stride()
-        self._due = whole if isinstance(whole, Due) else None
-        self._beside: tuple[Tensor, Tensor] | None = None
-        if self._due is None:
-            relevance = self.relevance
-            if signed and (amount is None or size is None):
-                amount, size = samples.measured(relevance, lead, batch)
-            amount = samples.summed(relevance, lead, batch) if amount is None else amount
-            self._beside = amount, size if signed and size is not None else amount
-
-    @property
-    def memory(self) -> Tensor:
-        """What it lies in."""
-        return self.whole.c if isinstance(self.whole, Due) else self.whole
-
-    @property
-    def relevance(self) -> Tensor:
-        """It, with the product taken."""
-        self.settle()
-        return self.memory
-
-    @property
-    def sums(self) -> tuple[Tensor, Tensor] | None:
-        """Its sum and that of its magnitudes, ``(T, B)``; None while a product is due."""
-        if self._due is None:
-            return self._beside
-        if self._due.sums is None:
-            return None
-        amount, size = (samples.gathered(of, self._batch) for of in self._due.sums)
-        size = size if self.signed else amount
-        return (amount, size) if self._beside is None else (self._beside[0] + amount, self._beside[1] + size)
-
-    def settle(self) -> None:
-        """Takes a product that is due."""
-        self.whole = taken(self.whole)
-
-    def joined(self, other: _Flow) -> _Flow:
-        """The sum of two flows; written over one of them if that is nobody else's."""
-        both = object.__new__(_Flow)
-        both.signed, both.own, both._batch, both._due = self.signed, True, self._batch, None
-        last, first = (self, other) if isinstance(self.whole, Due) else (other, self)
-        first.settle()
-        if isinstance(last.whole, Due) and last.whole.r is None and fits(last.whole.a, first.memory[0], r=first.memory):
-            last.whole.r = first.memory
-            both.whole = both._due = last.whole
-            both._beside = first.sums
-            return both
-        last.settle()
-        one, two = (other, self) if other.own else (self, other)
-        both.whole = one.memory.add_(two.memory) if one.own else one.memory + two.memory
-        mine, others = self.sums, other.sums
-        assert mine is not None
-        assert others is not None
-        both._beside = mine[0] + others[0], mine[1] + others[1]
-        return both
-
-
-def _settle(flows: Iterable[_Flow]) -> None:
+def _settle(flows: Iterable[Flow]) -> None:
     for flow in flows:
         flow.settle()
 
 
-def _noted(ledger: Ledger, node: int, producer: int, share: _Flow) -> bool:
+def _noted(ledger: Ledger, node: int, producer: int, share: Flow) -> bool:
     """Notes in the ledger what a node handed on, if that is known yet."""
     sums = share.sums
     if sums is not None:
