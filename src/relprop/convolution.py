@@ -11,12 +11,21 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from relprop.kernels import Packed, packable
+from relprop.kernels import Kernel, packable, packed
 from relprop.maps import LinearMap, Transform, uneven
 from relprop.precision import multiplied
 
-_Phase = tuple[tuple[Any, ...], list[int], Packed | None]
+_Phase = tuple[tuple[Any, ...], list[int], Kernel | None]
 """Places of the input within a step, what is padded around the outputs for them, and what is then convolved."""
+
+_SUM, _SHARE = 2.0**-7, 2.0**-12
+"""Sums of one sign are exact to a few digits less than these; relevance is divided by the former."""
+
+
+def _one_signed(weight: Tensor) -> bool:
+    """Whether no two weights have different signs, so that sums of what they are multiplied with keep their digits."""
+    low, high = weight.aminmax()
+    return bool(low >= 0 or high <= 0)
 
 
 class Convolution(LinearMap):
@@ -46,7 +55,7 @@ class Convolution(LinearMap):
         self.steps = uneven(weight.shape[2:], stride, dilation)
         self._flat_bias = bias
         self._forward: Tensor | None = None
-        self._kernels: dict[Transform | None, Packed] = {}
+        self._kernels: dict[Transform | None, Kernel] = {}
         self._back: dict[Transform, tuple[Any, list[_Phase]]] = {}
         self._padding = [before for before, after in padding]
         # Convolutions pad both sides alike; what is over on the far side is padded, and cropped on the way back, by
@@ -159,20 +168,22 @@ class Convolution(LinearMap):
             inside = [around[2], around[0]] if even else [0, 0]
             around = [0] * 4 if even else around
             padded = (*after[:2], after[2] + around[2] + around[3], after[3] + around[0] + around[1])
-            kernel = Packed(taps, None, [1, 1], inside, self.dilation, self.groups, padded)
+            least = _SHARE if _one_signed(taps) else 0.0
+            kernel = packed(taps, None, [1, 1], inside, self.dilation, self.groups, padded, least)
             phases.append((place, around, kernel))
         return phases
 
     def _packs(self, a: Tensor) -> bool:
         return packable(a) and not any(self._extra)
 
-    def _kernel(self, a: Tensor, transform: Transform | None) -> Packed:
+    def _kernel(self, a: Tensor, transform: Transform | None) -> Kernel:
         """The packed convolution with the model's weights and bias, or with transformed ones and none."""
         known = self._kernels.get(transform)
         if known is None or known.shape != a.shape:
             weight, bias = (self.weight, self._flat_bias) if transform is None else (transform(self.weight), None)
             how = self.stride, self._padding, self.dilation, self.groups
-            known = self._kernels[transform] = Packed(weight, bias, *how, a.shape)
+            least = _SUM if transform is not None and _one_signed(weight) else 0.0
+            known = self._kernels[transform] = packed(weight, bias, *how, a.shape, least)
         return known
 
     def _packed(self, weight: Tensor) -> Tensor:

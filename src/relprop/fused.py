@@ -1,7 +1,7 @@
 """Fused: elementwise steps of the way back in one pass over memory, compiled where there is a C compiler.
 
 torch takes a pass over memory for every step, and one more for every sum. The few functions of ``fused.c`` take one for
-all; values are the same to the last bit, sums within rounding. They are compiled once, in less than a second, into the
+all; values are the same to the last bit, sums within rounding. They are compiled once, in two seconds, into the
 cache; without a compiler, or with ``RELPROP_COMPILER`` set to nothing, torch does it step by step.
 """
 
@@ -26,9 +26,9 @@ from relprop.cache import folder
 from relprop.dues import Due, memory
 from relprop.tiles import tileable
 
-_SOURCE = Path(__file__).with_name("fused.c")
+_SOURCES = [Path(__file__).with_name(name) for name in ("fused.c", "winograd.c")]
 _FLAGS = ["-O3", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=off", "-fopenmp", "-shared", "-fPIC"]
-_WIDE = ["-mavx2"]  # where torch's own kernels have it
+_WIDE = {"AVX512": ["-mavx512f", "-mfma"], "AVX2": ["-mavx2", "-mfma"]}  # where torch's own kernels have it
 _CHUNK = 1 << 14
 _SECONDS = 60
 _OPENMP = "libgomp.so.1"
@@ -170,12 +170,15 @@ def library() -> ctypes.CDLL | None:
     compiler = shutil.which(os.environ.get("RELPROP_COMPILER", "cc"))
     if compiler is None or not sys.platform.startswith("linux"):
         return None
-    wide = _WIDE if torch.backends.cpu.get_cpu_capability().startswith("AVX") else []
+    wide = _WIDE.get(torch.backends.cpu.get_cpu_capability(), [])
     try:
         ctypes.CDLL(_OPENMP, mode=os.RTLD_NOLOAD)  # torch has it
-        return ctypes.CDLL(str(_built([compiler, *_FLAGS, *wide])))
+        compiled = ctypes.CDLL(str(_built([compiler, *_FLAGS, *wide])))
     except (OSError, RuntimeError, subprocess.SubprocessError):  # of these, the second where there is no home
         return None
+    if wide:
+        compiled.winograd_room.restype = ctypes.c_int64
+    return compiled
 
 
 def _built(command: Sequence[str]) -> Path:
@@ -185,13 +188,17 @@ def _built(command: Sequence[str]) -> Path:
         OSError: The cache cannot be written, or what is there could be somebody else's.
         SubprocessError: The compiler failed.
     """
-    key = hashlib.sha256(_SOURCE.read_bytes() + " ".join(command).encode()).hexdigest()[:16]
+    key = hashlib.sha256(b"".join(source.read_bytes() for source in _SOURCES) + " ".join(command).encode()).hexdigest()[
+        :16
+    ]
     path = folder().absolute() / f"fused-{os.uname().machine}-{os.getuid()}-{key}.so"
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=".fused-", dir=path.parent, ignore_cleanup_errors=True) as work:
             made = Path(work) / path.name
-            subprocess.run([*command, str(_SOURCE), "-o", str(made)], check=True, capture_output=True, timeout=_SECONDS)
+            subprocess.run(
+                [*command, *map(str, _SOURCES), "-o", str(made)], check=True, capture_output=True, timeout=_SECONDS
+            )
             made.chmod(0o700)
             made.replace(path)
     for about in (path.stat(), path.parent.stat()):

@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from relprop.precision import shortened
+from relprop.winograd import Winograd
 
-__all__ = ["Packed", "packable"]
+__all__ = ["Kernel", "Packed", "packable", "packed"]
 
 
 class Packed:
@@ -55,6 +56,26 @@ class Packed:
         convolve, then = torch.ops.mkldnn._convolution_pointwise, "relu" if relu else "none"
         y: Tensor = convolve(a, self._weight, self._bias, *self._how, then, [], "")
         return y
+
+
+Kernel = Packed | Winograd
+"""A convolution over two axes that is ready for inputs of a shape."""
+
+
+def packed(
+    weight: Tensor,
+    bias: Tensor | None,
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    groups: int,
+    shape: Sequence[int],
+    least: float = 0.0,
+) -> Kernel:
+    """Packs weights for the kernel that is fastest; :class:`Packed` and :class:`Winograd` explain what it takes."""
+    if groups == 1 and [*stride, *dilation] == [1] * 4 and Winograd.fits(weight, padding, shape):
+        return Winograd(weight, bias, padding, shape, least)
+    return Packed(weight, bias, stride, padding, dilation, groups, shape)
 
 
 def packable(a: Tensor) -> bool:
