@@ -1,8 +1,9 @@
 """Fused: elementwise steps of the way back in one pass over memory, compiled where there is a C compiler.
 
 torch takes a pass over memory for every step, and one more for every sum. The few functions of ``fused.c`` take one for
-all; values are the same to the last bit, sums within rounding. They are compiled once, in two seconds, into the
-cache; without a compiler, or with ``RELPROP_COMPILER`` set to nothing, torch does it step by step.
+all; values are the same to the last bit, sums within rounding. They are compiled once, in two seconds, into the cache,
+with the convolutions of :mod:`relprop.winograd`; without a compiler, or with ``RELPROP_COMPILER`` set to nothing, torch
+does it step by step.
 """
 
 from __future__ import annotations

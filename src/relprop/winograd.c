@@ -38,9 +38,11 @@ typedef int32_t mask __attribute__((vector_size(4 * LANES)));
 #if LANES == 16
 #define FMA(x, y, sum) ((vec)_mm512_fmadd_ps((__m512)(x), (__m512)(y), (__m512)(sum)))
 #define EVERY(x) ((vec)_mm512_set1_ps(x))
+#define BELOW(x, y) ((unsigned)_mm512_cmp_ps_mask((__m512)(x), (__m512)(y), _CMP_LT_OQ)) /* a bit for each lane */
 #else
 #define FMA(x, y, sum) ((vec)_mm256_fmadd_ps((__m256)(x), (__m256)(y), (__m256)(sum)))
 #define EVERY(x) ((vec)_mm256_set1_ps(x))
+#define BELOW(x, y) ((unsigned)_mm256_movemask_ps(_mm256_cmp_ps((__m256)(x), (__m256)(y), _CMP_LT_OQ)))
 #endif
 
 /* A convolution of images whose channels are neighbours in memory. Kernels lie as [outputs / WIDE][16][in][WIDE], and
@@ -72,6 +74,20 @@ static place place_of(const task *t, count tile)
 {
     count across = (broad(t) + 1) / 2, each = (high(t) + 1) / 2 * across;
     return (place){tile / each, tile % each / across * 2, tile % across * 2};
+}
+
+static place next(const task *t, place at)
+{
+    at.column += 2;
+    if (at.column >= broad(t)) {
+        at.column = 0;
+        at.row += 2;
+    }
+    if (at.row >= high(t)) {
+        at.row = 0;
+        at.sample++;
+    }
+    return at;
 }
 
 /* An input's channels, or NULL for padding. */
@@ -184,13 +200,10 @@ INLINE void finish(int exact, const task *t, place at, const float *m, count apa
             vec z = q ? f[p][1] - f[p][2] - f[p][3] : f[p][0] + f[p][1] + f[p][2];
             if (exact) {
                 vec whole = size[p][1] + size[p][2] + (q ? size[p][3] : size[p][0]);
-                mask small = magnitude(z) < t->least * whole;
-                int any = 0;
-                for (int lane = 0; lane < LANES; lane++)
-                    any |= small[lane];
-                for (int lane = 0; any && lane < LANES; lane++)
-                    if (small[lane])
-                        z[lane] = direct(t, at.sample, row, column, output + lane);
+                for (unsigned small = BELOW(magnitude(z), t->least * whole); small; small &= small - 1) {
+                    int lane = __builtin_ctz(small);
+                    z[lane] = direct(t, at.sample, row, column, output + lane);
+                }
             }
             z += bias;
             if (t->relu)
@@ -210,17 +223,19 @@ void winograd(const task *t)
         count first = groups(t) * block / t->blocks * ROWS, end = groups(t) * (block + 1) / t->blocks * ROWS;
         count number = (end < tiles ? end : tiles) - first;
         memset(none, 0, t->in * sizeof *none);
-        for (count i = 0; i < number; i++)
-            transform(t, place_of(t, first + i), none, v + i / ROWS * ROWS * t->in + i % ROWS * LANES, panel);
+        place begin = place_of(t, first), at = begin;
+        for (count i = 0; i < number; i++, at = next(t, at))
+            transform(t, at, none, v + i / ROWS * ROWS * t->in + i % ROWS * LANES, panel);
         for (count output = 0; output < t->out; output += WIDE) {
             for (count k = 0; k < 16; k++)
                 multiply(number, v + k * panel, t->kernel + (output * 16 + k * WIDE) * t->in, t->in, m + k * sheet);
-            for (count i = 0; i < number; i++)
+            at = begin;
+            for (count i = 0; i < number; i++, at = next(t, at))
                 for (int half = 0; half < WIDE; half += LANES)
                     if (t->least > 0)
-                        finish(1, t, place_of(t, first + i), m + i * WIDE + half, sheet, output + half);
+                        finish(1, t, at, m + i * WIDE + half, sheet, output + half);
                     else
-                        finish(0, t, place_of(t, first + i), m + i * WIDE + half, sheet, output + half);
+                        finish(0, t, at, m + i * WIDE + half, sheet, output + half);
         }
     }
 }
