@@ -50,7 +50,7 @@ class Settings:
     """How much is run."""
 
     side: int = 224
-    rounds: int = 3
+    rounds: int = 6
 
 
 QUICK = Settings(side=32, rounds=1)

@@ -19,13 +19,7 @@ _Phase = tuple[tuple[Any, ...], list[int], Kernel | None]
 """Places of the input within a step, what is padded around the outputs for them, and what is then convolved."""
 
 _SUM, _SHARE = 2.0**-7, 2.0**-12
-"""Sums of one sign are exact to a few digits less than these; relevance is divided by the former."""
-
-
-def _one_signed(weight: Tensor) -> bool:
-    """Whether no two weights have different signs, so that sums of what they are multiplied with keep their digits."""
-    low, high = weight.aminmax()
-    return bool(low >= 0 or high <= 0)
+"""Of sums of one sign, those that cancellation has left this little of are computed anew; by the former is divided."""
 
 
 class Convolution(LinearMap):
@@ -168,8 +162,7 @@ class Convolution(LinearMap):
             inside = [around[2], around[0]] if even else [0, 0]
             around = [0] * 4 if even else around
             padded = (*after[:2], after[2] + around[2] + around[3], after[3] + around[0] + around[1])
-            least = _SHARE if _one_signed(taps) else 0.0
-            kernel = packed(taps, None, [1, 1], inside, self.dilation, self.groups, padded, least)
+            kernel = packed(taps, None, [1, 1], inside, self.dilation, self.groups, padded, _SHARE)
             phases.append((place, around, kernel))
         return phases
 
@@ -182,8 +175,7 @@ class Convolution(LinearMap):
         if known is None or known.shape != a.shape:
             weight, bias = (self.weight, self._flat_bias) if transform is None else (transform(self.weight), None)
             how = self.stride, self._padding, self.dilation, self.groups
-            least = _SUM if transform is not None and _one_signed(weight) else 0.0
-            known = self._kernels[transform] = packed(weight, bias, *how, a.shape, least)
+            known = self._kernels[transform] = packed(weight, bias, *how, a.shape, 0.0 if transform is None else _SUM)
         return known
 
     def _packed(self, weight: Tensor) -> Tensor:

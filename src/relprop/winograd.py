@@ -46,16 +46,17 @@ class Winograd:
         bias: One value an output channel, or None.
         padding: Zeros on both sides of each axis.
         shape: That of an input, ``(B, in, height, width)``, and of no others.
-        least: Outputs that are smaller than this, beside what they are made of, are computed directly.
+        least: Outputs that are smaller than this, beside what they are made of, are computed directly where weights
+            have one sign. With both, sums cancel out anyway.
     """
 
     def __init__(
         self, weight: Tensor, bias: Tensor | None, padding: Sequence[int], shape: Sequence[int], least: float = 0.0
     ) -> None:
-        self.shape, self._least = torch.Size(shape), least
+        self.shape, self._least = torch.Size(shape), least if least and _one_signed(weight) else 0.0
         self._padding, self._bias = list(padding), None if bias is None else bias.contiguous()
         even = weight.stride(2) == 3 * weight.stride(3)
-        self._weight = None if not least else weight if even else weight.contiguous()
+        self._weight = None if not self._least else weight if even else weight.contiguous()
         self._outputs = len(weight)
         self._kernel = _turned(weight)
 
@@ -99,6 +100,11 @@ def _lanes() -> int:
     """How many numbers a register holds; none where there are no compiled functions."""
     compiled = library()
     return 0 if compiled is None else ctypes.c_int.in_dll(compiled, "lanes").value
+
+
+def _one_signed(weight: Tensor) -> bool:
+    low, high = weight.aminmax()
+    return bool(low >= 0 or high <= 0)
 
 
 def _tiles(shape: Sequence[int], padding: Sequence[int]) -> int:
