@@ -73,6 +73,13 @@ def test_a_window_of_zeros_is_zero() -> None:
     assert torch.equal((y == 0).all(1, keepdim=True), dead)
 
 
+def test_what_is_no_number_stays_none() -> None:
+    a, weight = drawn(1, 32, 16, 16), drawn(32, 32, 3, 3)
+    a[0, 7, 4, 9] = torch.nan
+    y = Winograd(weight, None, (1, 1), a.shape)(a, relu=True)
+    assert torch.equal(y.isnan(), F.conv2d(a, weight, padding=1).relu().isnan())
+
+
 def test_what_cancels_out_is_computed_anew() -> None:
     """Weights of zero where there is something, and nothing where there are weights: the sum is zero, not noise."""
     a = drawn(2, 32, 24, 24).abs()

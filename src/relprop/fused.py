@@ -189,9 +189,8 @@ def _built(command: Sequence[str]) -> Path:
         OSError: The cache cannot be written, or what is there could be somebody else's.
         SubprocessError: The compiler failed.
     """
-    key = hashlib.sha256(b"".join(source.read_bytes() for source in _SOURCES) + " ".join(command).encode()).hexdigest()[
-        :16
-    ]
+    whole = b"".join(source.read_bytes() for source in _SOURCES) + " ".join(command).encode()
+    key = hashlib.sha256(whole).hexdigest()[:16]
     path = folder().absolute() / f"fused-{os.uname().machine}-{os.getuid()}-{key}.so"
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)

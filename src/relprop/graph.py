@@ -50,7 +50,7 @@ class Node:
     first: bool = False
     folds: int | None = None
 
-    @cached_property
+    @property
     def inputs(self) -> tuple[int, ...]:
         """The nodes whose values it takes."""
         return tuple(ref.node for ref in self.operator.inputs)

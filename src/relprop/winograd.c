@@ -207,7 +207,7 @@ INLINE void finish(int exact, const task *t, place at, const float *m, count apa
             }
             z += bias;
             if (t->relu)
-                z = (vec)((mask)z & (z > EVERY(0)));
+                z = (vec)((mask)z & ~(z < EVERY(0))); /* what is no number stays none */
             *(loose *)(t->y + ((at.sample * rows + row) * columns + column) * t->out + output) = z;
         }
 }

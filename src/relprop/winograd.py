@@ -1,7 +1,7 @@
 """Winograd: convolutions of three by three with fewer products, compiled where there is a C compiler.
 
-Nobody else's eager convolutions have them here, oneDNN's neither. ``winograd.c`` says how; digits are as many as those
-of a plain convolution, and zeros are zeros.
+torch's own, which are oneDNN's, take them all. ``winograd.c`` says how; digits are as many as those of a plain
+convolution, and zeros are zeros.
 
 References:
     Lavin and Gray, 2016: Fast Algorithms for Convolutional Neural Networks.
