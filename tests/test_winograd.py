@@ -127,7 +127,7 @@ def test_other_convolutions_are_left_alone() -> None:
     ) -> type:
         weight = torch.ones(channels[1], channels[0] // groups, kernel, kernel)
         shape = (1, channels[0], side, side)
-        return type(packed(weight, None, [stride] * 2, [1, 1], [1, 1], groups, shape))
+        return type(packed(weight, None, ([stride] * 2, [1, 1], [1, 1], groups), shape))
 
     assert kind() is Winograd
     for other in ({"kernel": 1}, {"stride": 2}, {"groups": 2}, {"channels": (3, 32)}, {"channels": (32, 40)}):

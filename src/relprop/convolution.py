@@ -162,7 +162,7 @@ class Convolution(LinearMap):
             inside = [around[2], around[0]] if even else [0, 0]
             around = [0] * 4 if even else around
             padded = (*after[:2], after[2] + around[2] + around[3], after[3] + around[0] + around[1])
-            kernel = packed(taps, None, [1, 1], inside, self.dilation, self.groups, padded, _SHARE)
+            kernel = packed(taps, None, ([1, 1], inside, self.dilation, self.groups), padded, _SHARE)
             phases.append((place, around, kernel))
         return phases
 
@@ -175,7 +175,7 @@ class Convolution(LinearMap):
         if known is None or known.shape != a.shape:
             weight, bias = (self.weight, self._flat_bias) if transform is None else (transform(self.weight), None)
             how = self.stride, self._padding, self.dilation, self.groups
-            known = self._kernels[transform] = packed(weight, bias, *how, a.shape, 0.0 if transform is None else _SUM)
+            known = self._kernels[transform] = packed(weight, bias, how, a.shape, 0.0 if transform is None else _SUM)
         return known
 
     def _packed(self, weight: Tensor) -> Tensor:

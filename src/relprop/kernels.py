@@ -62,20 +62,16 @@ Kernel = Packed | Winograd
 """A convolution over two axes that is ready for inputs of a shape."""
 
 
-def packed(
-    weight: Tensor,
-    bias: Tensor | None,
-    stride: Sequence[int],
-    padding: Sequence[int],
-    dilation: Sequence[int],
-    groups: int,
-    shape: Sequence[int],
-    least: float = 0.0,
-) -> Kernel:
+How = tuple[Sequence[int], Sequence[int], Sequence[int], int]
+"""Stride, padding, dilation and groups, as of :class:`Packed`."""
+
+
+def packed(weight: Tensor, bias: Tensor | None, how: How, shape: Sequence[int], least: float = 0.0) -> Kernel:
     """Packs weights for the kernel that is fastest; :class:`Packed` and :class:`Winograd` explain what it takes."""
+    stride, padding, dilation, groups = how
     if groups == 1 and [*stride, *dilation] == [1] * 4 and Winograd.fits(weight, padding, shape):
         return Winograd(weight, bias, padding, shape, least)
-    return Packed(weight, bias, stride, padding, dilation, groups, shape)
+    return Packed(weight, bias, *how, shape)
 
 
 def packable(a: Tensor) -> bool:
